@@ -1,0 +1,1 @@
+"""Request parameters (no jax), their device form, logits processing and the sampler."""
