@@ -13,8 +13,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float32, Int32, UInt32
+from jaxtyping import Float32, Int32, UInt32
 
+from mmtp_jax.sampling.filters import filter_scores
 from mmtp_jax.sampling.params import MAX_LOGPROBS
 from mmtp_jax.sampling.processors import apply_if, changes_logits, process
 from mmtp_jax.sampling.state import RowParams, SamplingState, params_of
@@ -37,7 +38,7 @@ def sample(
 
     def processed() -> Int32[Array, " S"]:
         scores = process(logits, state, slot, index, history)
-        return _argmax(_add_noise(_filter(scores, params), params, index))
+        return _argmax(_add_noise(filter_scores(scores, params), params, index))
 
     # The branches return tokens, not logits: a plain greedy step copies nothing of size V.
     tokens: Array = lax.cond(
@@ -97,56 +98,3 @@ def gumbel_noise(
         return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
 
     return jax.vmap(row)(seed, index)
-
-
-def _filter(scores: Float32[Array, "S V"], params: RowParams) -> Float32[Array, "S V"]:
-    """Set to -inf what min-p, then top-k, then top-p removes, each from what the last left."""
-
-    def min_p(scores: Float32[Array, "S V"]) -> Float32[Array, "S V"]:
-        least = jnp.max(scores, axis=1, keepdims=True) + jnp.log(params.min_p)[:, None]
-        return jnp.where(scores < least, -jnp.inf, scores)
-
-    def top_k(scores: Float32[Array, "S V"]) -> Float32[Array, "S V"]:
-        wanted = params.top_k > 0
-        kept = _keep_best(scores, jnp.ones_like(scores), params.top_k.astype(jnp.float32))
-        return jnp.where(kept | ~wanted[:, None], scores, -jnp.inf)
-
-    def top_p(scores: Float32[Array, "S V"]) -> Float32[Array, "S V"]:
-        wanted = params.top_p < 1
-        kept = _keep_best(scores, jax.nn.softmax(scores), params.top_p)
-        return jnp.where(kept | ~wanted[:, None], scores, -jnp.inf)
-
-    scores = apply_if(params.min_p > 0, min_p, scores)
-    scores = apply_if(params.top_k > 0, top_k, scores)
-    return apply_if(params.top_p < 1, top_p, scores)
-
-
-def _keep_best(
-    scores: Float32[Array, "S V"], weights: Float32[Array, "S V"], target: Float32[Array, " S"]
-) -> Bool[Array, "S V"]:
-    """The fewest best scores whose weights (equal for equal scores) sum to `target` or more.
-
-    Among scores equal to the last one kept the lowest ids win, as in argmax: with weights 1 exactly
-    `target` tokens stay, and keeping one token is greedy. Everything stays if the sum falls short.
-
-    The cut is found bit by bit instead of by sorting the vocabulary, in 32 sums. The loop is
-    unrolled because a loop on the device would keep the step out of a CUDA graph.
-    """
-    keys = _ordered_bits(scores)
-    cut = jnp.zeros_like(target, jnp.uint32)
-    for bit in reversed(range(32)):
-        trial = cut | jnp.uint32(1 << bit)
-        mass = jnp.sum(jnp.where(keys >= trial[:, None], weights, 0), axis=1)
-        cut = jnp.where(mass >= target, trial, cut)
-    above = keys > cut[:, None]
-    tied = keys == cut[:, None]
-    missing = target - jnp.sum(jnp.where(above, weights, 0), axis=1)
-    before = jnp.cumsum(tied, axis=1, dtype=jnp.int32) - 1
-    return above | (tied & (before * weights < missing[:, None]))
-
-
-def _ordered_bits(scores: Float32[Array, "S V"]) -> UInt32[Array, "S V"]:
-    """Unsigned integers in the order of the scores (zeros of either sign are equal)."""
-    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
