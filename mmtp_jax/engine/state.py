@@ -1,0 +1,105 @@
+"""Everything a request is on the device: functional, donated through every program.
+
+Names follow the exactness rules: `length` committed tokens, `computed` positions holding target KV,
+`exact[m]` leading positions at which module m's cache entry is final. `hidden` keeps the target's
+hidden states of the last `lag` computed positions, newest last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32
+
+from mmtp_jax.cache.pages import Pages, allocate, copy_page
+from mmtp_jax.models.layout import CacheLayout
+from mmtp_jax.sampling.state import SamplingState, empty, write_slot
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EngineState:
+    """R slots. `tokens` holds prompt, output and current drafts; it is `num_modules` wider than
+    max_model_len because drafts reach that far past the newest token."""
+
+    tokens: Int32[Array, "R L"]
+    length: Int32[Array, " R"]
+    computed: Int32[Array, " R"]
+    limit: Int32[Array, " R"]
+    drafts: Int32[Array, " R"]
+    done: Bool[Array, " R"]
+    target_valid: Int32[Array, " R"]
+    exact: Int32[Array, "R N"]
+    hidden: Float[Array, "R lag H"]
+    tables: tuple[Int32[Array, "R MP"], ...]
+    pages: Pages
+    sampling: SamplingState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdmissionArrays:
+    """One request entering a slot. `numbers` = slot, length, computed, exact, target_valid, limit."""
+
+    numbers: Int32[Array | np.ndarray, " 6"]
+    tokens: Int32[Array | np.ndarray, " L"]
+    tables: tuple[Int32[Array | np.ndarray, " MP"], ...]
+    copy_source: Int32[Array | np.ndarray, " G"]
+    copy_target: Int32[Array | np.ndarray, " G"]
+    sampling: Int32[Array | np.ndarray, " C"]
+
+
+def initial_state(
+    layout: CacheLayout,
+    *,
+    num_slots: int,
+    max_model_len: int,
+    num_modules: int,
+    hidden_size: int,
+    vocab_size: int,
+    num_pages: tuple[int, ...],
+    page_size: int,
+    dtype: np.dtype,
+) -> EngineState:
+    """All slots empty; `lag` = max(num_modules, 1) hidden states suffice for any accepted count."""
+    zeros = jnp.zeros(num_slots, jnp.int32)
+    width = -(-max_model_len // page_size)
+    return EngineState(
+        tokens=jnp.zeros((num_slots, max_model_len + max(num_modules, 1)), jnp.int32),
+        length=zeros,
+        computed=jnp.copy(zeros),
+        limit=jnp.copy(zeros),
+        drafts=jnp.copy(zeros),
+        done=jnp.ones(num_slots, bool),
+        target_valid=jnp.copy(zeros),
+        exact=jnp.zeros((num_slots, num_modules), jnp.int32),
+        hidden=jnp.zeros((num_slots, max(num_modules, 1), hidden_size), dtype),
+        tables=tuple(jnp.zeros((num_slots, width), jnp.int32) for _ in layout.groups),
+        pages=allocate(layout, num_pages, page_size, dtype),
+        sampling=empty(num_slots, vocab_size),
+    )
+
+
+def admit(state: EngineState, new: AdmissionArrays) -> EngineState:
+    """Put a request into a slot: every per-slot field is reset, shared pages are entered into the
+    tables, partly reused pages are copied. One request at a time, so no index can repeat."""
+    slot, length, computed, exact, target_valid, limit = (new.numbers[i] for i in range(6))
+    return EngineState(
+        tokens=state.tokens.at[slot].set(new.tokens),
+        length=state.length.at[slot].set(length),
+        computed=state.computed.at[slot].set(computed),
+        limit=state.limit.at[slot].set(limit),
+        drafts=state.drafts.at[slot].set(0),
+        done=state.done.at[slot].set(False),
+        target_valid=state.target_valid.at[slot].set(target_valid),
+        exact=state.exact.at[slot].set(exact),
+        hidden=state.hidden.at[slot].set(0),
+        tables=tuple(
+            table.at[slot].set(row) for table, row in zip(state.tables, new.tables, strict=True)
+        ),
+        pages=copy_page(state.pages, new.copy_source, new.copy_target),
+        sampling=write_slot(state.sampling, slot, new.sampling),
+    )

@@ -1,0 +1,63 @@
+"""The target model: embedding, decoder layers, final norm, LM head (Llama and Qwen2 blocks)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int32
+
+from mmtp_jax.cache.pages import Pages
+from mmtp_jax.config import ModelConfig
+from mmtp_jax.models.layout import Place
+from mmtp_jax.models.parts import DecoderLayer, Linear, RMSNorm, parameter
+from mmtp_jax.models.rows import Rows
+
+
+class Embedding(nnx.Module):
+    """Token embedding [V, H]; also the LM head of a model with tied embeddings."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = parameter(shape, ("vocab", "hidden"), std=config.hidden_size**-0.5)
+
+    def __call__(self, tokens: Int32[Array, " T"]) -> Float[Array, "T H"]:
+        return self.weight[...].at[tokens].get(mode="clip")
+
+
+class Transformer(nnx.Module):
+    """A decoder-only target. Layers are a Python list: scanning them costs a copy of every weight
+    slice on a GPU (Llama-8B shape, H200: 7.5 against 4.0 ms for 16 layers)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.embed = Embedding(config)
+        self.layers = nnx.List([DecoderLayer(spec, config) for spec in config.layers])
+        self.norm = RMSNorm(config.hidden_size, config)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear(config.hidden_size, config.vocab_size, ("hidden", "vocab"))
+        )
+
+    def __call__(
+        self,
+        tokens: Int32[Array, " T"],
+        rows: Rows,
+        write: Bool[Array, " T"],
+        pages: Pages,
+        places: tuple[Place, ...],
+    ) -> tuple[Float[Array, "T H"], Pages]:
+        """Hidden states *before* the final norm, and the pages with this pass's entries."""
+        x = self.embed(tokens)
+        for index, (layer, place) in enumerate(zip(self.layers, places, strict=True)):
+            with jax.named_scope(f"layer_{index}"):
+                x, pages = layer(x, rows, write, pages, place)
+        return x, pages
+
+    def logits(self, hidden: Float[Array, "S H"]) -> Float[Array, "S V"]:
+        """Float32 logits of hidden states that already went through a final norm."""
+        if self.head is not None:
+            return self.head(hidden).astype(jnp.float32)
+        return jnp.einsum(
+            "sh,vh->sv", hidden, self.embed.weight[...], preferred_element_type=jnp.float32
+        )

@@ -1,0 +1,1 @@
+"""Attention kernels over paged caches. Imports nothing from `mmtp_jax`."""
