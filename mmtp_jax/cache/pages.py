@@ -1,4 +1,5 @@
-"""Device side of the paged cache: one stacked array per stream of a group, donated through the step.
+"""Device side of the paged cache: one stacked array per stream of a group, donated through the
+step.
 
 Page 0 is the null page: padding rows and freed table entries point at it and it is never written.
 """

@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool, Float, Int32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """B requests (slot = R for padding). `rows` is an upper bound on the target rows: the device clips it
-    to the tokens and drafts it holds, the request's limit and `capacity` (positions that have pages
-    in every group). `entries` are new page-table entries: group, slot, column, page (slot = R: none).
-    `logprobs` says whether any request of the step wants them."""
+    """B requests (slot = R for padding). `rows` is an upper bound on the target rows: the device
+    clips it to the tokens and drafts it holds, the request's limit and `capacity` (positions
+    that have pages in every group). `entries` are new page-table entries: group, slot, column,
+    page (slot = R: none). `logprobs` says whether any request of the step wants them.
+    """
 
     slot: Int32[Array | np.ndarray, " B"]
     rows: Int32[Array | np.ndarray, " B"]

@@ -42,7 +42,9 @@ class EngineState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdmissionArrays:
-    """One request entering a slot. `numbers` = slot, length, computed, exact, target_valid, limit."""
+    """One request entering a slot. `numbers` = slot, length, computed, exact, target_valid,
+    limit.
+    """
 
     numbers: Int32[Array | np.ndarray, " 6"]
     tokens: Int32[Array | np.ndarray, " L"]

@@ -1,7 +1,7 @@
 """The jitted program of the engine: target forward, verify, catch_up; pure in and out.
 
-Compiled per bucket of T rows only. Requests, page-table width and sampling features multiply nothing:
-prompt chunks, decode windows and mixtures of both are the same program.
+Compiled per bucket of T rows only. Requests, page-table width and sampling features multiply
+nothing: prompt chunks, decode windows and mixtures of both are the same program.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which cache group each layer's per-position values live in.
 
-A group is (owner, window, shapes of its streams): layers that agree in all three share one stacked array
-`[layers, pages, page, ...]`, one page table and one host allocator. Attention layers have streams
-"k" and "v"; a short convolution has a stream "x" of its raw inputs, kept by position so that rejected
-drafts need no snapshot.
+A group is (owner, window, shapes of its streams): layers that agree in all three share one stacked
+array `[layers, pages, page, ...]`, one page table and one host allocator. Attention layers have
+streams "k" and "v"; a short convolution has a stream "x" of its raw inputs, kept by position so
+that rejected drafts need no snapshot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from mmtp_jax.config import LayerSpec, ModelConfig
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One cache group; `window` counts the newest position itself (None: all positions are kept)."""
+    """One cache group; `window` counts the newest position itself (None: all positions are
+    kept).
+    """
 
     owner: Literal["target", "modules"]
     window: int | None

@@ -84,7 +84,9 @@ def assemble(
     values: Callable[[str], np.ndarray],
     place: Callable[[np.ndarray], jax.Array] = jnp.asarray,
 ) -> Params:
-    """Fill the abstract tree: `values(name)` gives the array of a flat name, already in its dtype."""
+    """Fill the abstract tree: `values(name)` gives the array of a flat name, already in its
+    dtype.
+    """
     names = flat_names(config, params)
     filled = []
     for path, leaf in params.flat_state():

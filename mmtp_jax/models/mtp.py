@@ -1,8 +1,8 @@
 """MTP modules: one decoder layer per speculative token, parameters stacked over depth.
 
-Module m at position q fuses norm(feed) and norm(embedding of token q+1+m), runs one block over its own
-cache, and its output at the newest position predicts token q+2+m. Depths whose layers have the same
-spec form a run: stacked parameters, one `lax.scan` (MiMo: 1 run, Inkling: 5).
+Module m at position q fuses norm(feed) and norm(embedding of token q+1+m), runs one block over its
+own cache, and its output at the newest position predicts token q+2+m. Depths whose layers have the
+same spec form a run: stacked parameters, one `lax.scan` (MiMo: 1 run, Inkling: 5).
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def runs(mtp: MTPConfig) -> list[tuple[int, int]]:
 
 
 class MTPStack(nnx.Module):
-    """The modules of a checkpoint: one stacked `MTPModule` per run, leading axis = depth in the run."""
+    """The modules of a checkpoint: one stacked `MTPModule` per run, leading axis = depth in the
+    run.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         mtp = config.mtp

@@ -1,7 +1,8 @@
-"""Shared parts of every family: norms, projections, rotary embedding, attention, MLP, short convolution.
+"""Shared parts of every family: norms, projections, rotary embedding, attention, MLP, short
+convolution.
 
-Flax nnx modules hold the parameters; they are split once at load, and the engine's step works on the
-pure pytree. Every parameter names its logical axes (`axes=`) for sharding over a mesh.
+Flax nnx modules hold the parameters; they are split once at load, and the engine's step works on
+the pure pytree. Every parameter names its logical axes (`axes=`) for sharding over a mesh.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 def parameter(
     shape: tuple[int, ...], axes: tuple[str, ...], *, std: float, mean: float = 0.0
 ) -> nnx.Param[Array]:
-    """A parameter's declaration. Modules are only ever built abstractly (shapes, logical axes and the
-    distribution of a random initialisation); values come from a checkpoint or `random_params`."""
+    """A parameter's declaration. Modules are only ever built abstractly (shapes, logical axes
+    and the distribution of a random initialisation); values come from a checkpoint or
+    `random_params`.
+    """
     return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, std=std, mean=mean)
 
 
@@ -65,7 +68,9 @@ class Linear(nnx.Module):
 
 
 def rotary_frequencies(rope: RopeConfig) -> Float[Array, " half"]:
-    """Angular frequency of each rotated pair, float32 (llama3 scaling: Llama 3.1 reference code)."""
+    """Angular frequency of each rotated pair, float32 (llama3 scaling: Llama 3.1 reference
+    code).
+    """
     exponent = jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim
     frequency = 1.0 / rope.theta**exponent
     if rope.scaling is None:
@@ -94,7 +99,9 @@ def rotate(
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over the paged cache: writes this pass's keys and values, then reads."""
+    """Grouped-query attention over the paged cache: writes this pass's keys and values, then
+    reads.
+    """
 
     def __init__(self, spec: LayerSpec, config: ModelConfig) -> None:
         hidden, head = config.hidden_size, spec.head_dim
@@ -143,7 +150,8 @@ class Attention(nnx.Module):
 
 
 class ShortConv(nnx.Module):
-    """Depthwise causal convolution with a residual, y_t = x_t + sum_j taps[j] * x_{t-K+1+j}, float32.
+    """Depthwise causal convolution with a residual, y_t = x_t + sum_j taps[j] * x_{t-K+1+j},
+    float32.
 
     The raw inputs are cached by position: a row reads its K inputs from the cache after writing its
     own, so rows that may not write (already exact) also read what the cache holds.

@@ -31,7 +31,9 @@ def pack_rows(
     tables: tuple[Int32[Array, "B MP"], ...],
     num_rows: int,
 ) -> Rows:
-    """Rows `start[b] .. start[b] + count[b] - 1` of every request; sum(count) must be <= num_rows."""
+    """Rows `start[b] .. start[b] + count[b] - 1` of every request; sum(count) must be <=
+    num_rows.
+    """
     cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count, dtype=jnp.int32)])
     row = jnp.arange(num_rows, dtype=jnp.int32)
     request = jnp.searchsorted(cu_q_lens[1:], row, side="right", method="compare_all")

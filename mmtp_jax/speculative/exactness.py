@@ -1,7 +1,7 @@
 """When a module's cache entry is final.
 
-Module m's entry at position q is a function of the tokens up to q+1+m. Entries computed while the tokens
-beyond were drafts are final only if those drafts were accepted.
+Module m's entry at position q is a function of the tokens up to q+1+m. Entries computed while the
+tokens beyond were drafts are final only if those drafts were accepted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def advance_exact(
     """Exact counts after a verification.
 
     `computed` and `length` are the values when the modules last ran (before this verification) and
-    `accepted` the drafts it confirmed (0 for prompt chunks). Counts never fall: after a prefix hit the
-    formula alone would dip below the reused length and rewrite shared pages.
+    `accepted` the drafts it confirmed (0 for prompt chunks). Counts never fall: after a prefix hit
+    the formula alone would dip below the reused length and rewrite shared pages.
     """
     depth = jnp.arange(exact.shape[1])
     confirmed = (length + accepted - 1)[:, None] - depth

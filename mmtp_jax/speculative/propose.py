@@ -1,10 +1,10 @@
 """catch_up: one primitive that keeps every module's cache exact and proposes the next drafts.
 
-The window of a request is the positions `[min_m exact[m], computed)`: everything some module does not
-hold yet or holds only for rejected drafts. The modules run over these rows in order; each writes only
-where `position >= exact[m]` and reads all earlier entries from its cache. The last row of module m
-gives draft m+1, which joins the token history as module m+1's input. The same call serves decode,
-rejection, chunk boundaries, prefix hits and resumption.
+The window of a request is the positions `[min_m exact[m], computed)`: everything some module does
+not hold yet or holds only for rejected drafts. The modules run over these rows in order; each
+writes only where `position >= exact[m]` and reads all earlier entries from its cache. The last row
+of module m gives draft m+1, which joins the token history as module m+1's input. The same call
+serves decode, rejection, chunk boundaries, prefix hits and resumption.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ Choose = Callable[[Array, Array, Array], Array]
 
 
 class Proposal(NamedTuple):
-    """Drafts per request, the history with the drafts appended, the pages, and (scoring) all logits."""
+    """Drafts per request, the history with the drafts appended, the pages, and (scoring) all
+    logits.
+    """
 
     drafts: Int32[Array, "B N"]
     tokens: Int32[Array, "R L"]
@@ -53,8 +55,8 @@ def catch_up(
 ) -> Proposal:
     """Run all modules over the window rows.
 
-    `feed` holds the target's hidden state of every row, `length` the committed tokens: draft m+1 is for
-    index length + m and is written to the history of requests that are `drafting`.
+    `feed` holds the target's hidden state of every row, `length` the committed tokens: draft m+1 is
+    for index length + m and is written to the history of requests that are `drafting`.
     """
     mtp = graph.config.mtp
     assert mtp is not None and model.mtp is not None

@@ -27,8 +27,8 @@ def verify(
 ) -> Verdict:
     """Emit the draws up to and including the first that differs from its draft or is a stop token.
 
-    `draws[b, j]` is the target's token at index length + j, `drafts[b, j]` the draft for that index;
-    the first `num_draws[b]` entries are meaningful (drafts + 1; 0: nothing is sampled).
+    `draws[b, j]` is the target's token at index length + j, `drafts[b, j]` the draft for that
+    index; the first `num_draws[b]` entries are meaningful (drafts + 1; 0: nothing is sampled).
     """
     column = jnp.arange(draws.shape[1])
     has_draft = column < num_draws[:, None] - 1

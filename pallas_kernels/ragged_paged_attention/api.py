@@ -1,9 +1,9 @@
 """The public function: checks arguments once, then picks an implementation by name.
 
-Layout contract. The query rows of request b are `q[cu_q_lens[b]:cu_q_lens[b + 1]]`; they are the *last*
-rows of its `kv_lens[b]` keys, so row i sits at position `kv_lens[b] - q_len[b] + i`. Key position s of
-request b lives at `pages[layer, page_table[b, s // page], s % page]`. Pages that no visible key lies
-in may hold anything, NaN included.
+Layout contract. The query rows of request b are `q[cu_q_lens[b]:cu_q_lens[b + 1]]`; they are the
+*last* rows of its `kv_lens[b]` keys, so row i sits at position `kv_lens[b] - q_len[b] + i`. Key
+position s of request b lives at `pages[layer, page_table[b, s // page], s % page]`. Pages that no
+visible key lies in may hold anything, NaN included.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def ragged_paged_attention(
     """Causal attention of ragged query rows over paged keys and values.
 
     `score = q.k * scale + rel_rows . rel_table[:, distance]` (the bias only for distances below E),
-    then `softcap * tanh(score / softcap)`, then the mask: a query at position t sees keys s <= t and,
-    with a window, s > t - window. `sinks` add `exp(sink)` to the softmax denominator of each head.
-    Softmax and accumulation are float32; the result has q's dtype. Rows past `cu_q_lens[-1]` are zero.
+    then `softcap * tanh(score / softcap)`, then the mask: a query at position t sees keys s <= t
+    and, with a window, s > t - window. `sinks` add `exp(sink)` to the softmax denominator of each
+    head. Softmax and accumulation are float32; the result has q's dtype. Rows past `cu_q_lens[-1]`
+    are zero.
 
     Raises:
         ValueError: an unknown implementation, or shapes that do not fit together.

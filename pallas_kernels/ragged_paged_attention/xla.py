@@ -1,9 +1,9 @@
 """XLA implementation on fixed tiles: 16 query rows of one request against key blocks of 64.
 
-The tile shape never depends on the batch, the chunking or the window width, and a key block that a row
-cannot see changes none of its bits (its weight is an exact zero, its rescaling an exact one). On a CPU
-in float32 every row therefore comes out bit-identical in any schedule, which the engine's exactness
-tests rely on.
+The tile shape never depends on the batch, the chunking or the window width, and a key block that a
+row cannot see changes none of its bits (its weight is an exact zero, its rescaling an exact one).
+On a CPU in float32 every row therefore comes out bit-identical in any schedule, which the engine's
+exactness tests rely on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ KV_TILE = 64
 
 
 def _tiles(cu_q_lens: Array, num_tiles: int) -> tuple[Array, Array]:
-    """Work list: the request of each tile and the tile's first row; unused tiles start past the end."""
+    """Work list: the request of each tile and the tile's first row; unused tiles start past the
+    end.
+    """
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     ends = jnp.cumsum((q_lens + Q_TILE - 1) // Q_TILE)
     tile = jnp.arange(num_tiles)
@@ -46,7 +48,7 @@ def ragged_paged_attention(
     rel_table: Float[Array, "d_rel E"] | None,
 ) -> Float[Array, "T Hq Dv"]:
     """See `api.ragged_paged_attention`."""
-    num_rows, num_heads, head_dim = q.shape
+    num_rows, num_heads = q.shape[:2]
     page, num_kv_heads = k_pages.shape[2:4]
     group = num_heads // num_kv_heads
     num_requests, table_width = page_table.shape
