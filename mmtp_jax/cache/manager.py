@@ -1,0 +1,259 @@
+"""Page tables of running requests over several cache groups, and prefix reuse between requests.
+
+A group is a set of layers with one page pool and one page table per request. It belongs to the
+target or to the MTP modules, and keeps either every position or those a sliding window still reads.
+Exactness rests on three rules. Target pages are keyed by tokens [0, E), module pages by tokens
+[0, E + N). A page is published when no later step can write it (target: E <= computed; modules:
+also E + N <= committed length) and never changes afterwards. A partly reused page is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mmtp_jax.cache.keys import PrefixKeys
+from mmtp_jax.cache.pool import NULL_PAGE, CacheGroup, PagePool
+from mmtp_jax.cache.prefix import PrefixHit, PrefixSearch, page_key
+from mmtp_jax.config import require
+
+__all__ = ["Admission", "CacheGroup", "CacheManager", "PageCopy", "PageTables"]
+
+
+@dataclass
+class GroupTable:
+    """One request's pages in one group, by page index; null where nothing is needed.
+
+    Pages [0, num_final) are published, shared or duplicates of published ones: this request no
+    longer writes them. Pages [0, num_retired) are null.
+    """
+
+    pages: list[int]
+    num_final: int
+    num_retired: int
+
+
+@dataclass(frozen=True, eq=False)
+class PageTables:
+    """The handle of an admitted request: one table per group, in the manager's order."""
+
+    keys: PrefixKeys
+    groups: tuple[GroupTable, ...]
+
+
+class PageCopy(NamedTuple):
+    group: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a slot starts with.
+
+    Compute starts at position `computed`; every module's entries are exact below `exact`. `valid`
+    gives per group the number of positions that hold entries: the group writes only beyond them (it
+    may exceed `computed`, because groups are hit separately). `rows` are the first entries of the
+    page tables. The copies of an admission run before its first step and before the copies of any
+    later admission: from then on a source may be issued again.
+    """
+
+    tables: PageTables
+    computed: int
+    exact: int
+    valid: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+    copies: tuple[PageCopy, ...]
+
+
+class CacheManager:
+    """Allocates, shares, publishes and frees the pages of all groups (host bookkeeping only)."""
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], num_modules: int, enable_prefix_caching: bool = True
+    ) -> None:
+        owners = {group.owner for group in groups}
+        sizes = {group.page_size for group in groups}
+        require("target" in owners, "the cache needs at least one target group")
+        require(len(sizes) == 1, f"all cache groups need the same page_size, got {sorted(sizes)}")
+        require(
+            ("modules" in owners) == (num_modules > 0),
+            f"module cache groups are needed exactly when num_modules > 0, got {num_modules}",
+        )
+        self.groups = tuple(groups)
+        self.num_modules = num_modules
+        self.enable_prefix_caching = enable_prefix_caching
+        self.page_size = groups[0].page_size
+        self.pools = tuple(PagePool(group.num_pages) for group in groups)
+        self._admitted: set[PageTables] = set()
+
+    @property
+    def usage(self) -> float:
+        """The fraction of pages in use in the fullest group."""
+        return max(pool.num_referenced / (pool.num_pages - 1) for pool in self.pools)
+
+    def pages_for_one_request(self, group: CacheGroup, max_model_len: int, max_rows: int) -> int:
+        """Pages, the null page aside, that a lone request needs with `max_rows` rows a step.
+
+        A windowed group holds the positions below `computed` that are still read, two steps (one is
+        in flight), the page that these straddle and the source of a copy.
+        """
+        everything = -(-max_model_len // self.page_size)
+        if group.window is None:
+            return everything
+        live = self._reach(group, group.window) + 2 * max_rows
+        return min(everything, -(-live // self.page_size) + 2)
+
+    def prefix_keys(self, tokens: Sequence[int]) -> PrefixKeys:
+        """Keys over a request's token list, which may grow; they serve all its admissions."""
+        return PrefixKeys(tokens, self.page_size)
+
+    def admit(self, keys: PrefixKeys) -> Admission | None:
+        """Start a request on the longest reusable prefix of `keys.tokens`; None if out of pages.
+
+        At least one token is left to compute. Pages that are hit beyond `computed` are shared all
+        the same: that saves pages, and no group writes below its valid length.
+        """
+        search = PrefixSearch(self.groups, self.pools, self.num_modules, keys)
+        hit = search.run() if self.enable_prefix_caching else PrefixHit()
+        tables = []
+        for position, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            restart, num_pages = hit.computed, hit.target_pages
+            if group.owner == "modules":
+                restart, num_pages = hit.exact, hit.module_pages
+            first = min(group.first_page_read(restart), num_pages)
+            found = [search.page(position, index) for index in range(first, num_pages)]
+            shared = [page for page in found if page is not None]
+            for page in shared:
+                pool.acquire(page)
+            tables.append(GroupTable([NULL_PAGE] * first + shared, num_pages, first))
+        handle = PageTables(keys, tuple(tables))
+        self._admitted.add(handle)
+        copies = self._copy_partial_page(handle, hit.sources)
+        if copies is None:
+            self.free(handle)
+            return None
+        valid = {"target": hit.target_pages * self.page_size, "modules": hit.exact}
+        return Admission(
+            tables=handle,
+            computed=hit.computed,
+            exact=hit.exact,
+            valid=tuple(valid[group.owner] for group in self.groups),
+            rows=tuple(tuple(table.pages) for table in handle.groups),
+            copies=copies,
+        )
+
+    def reserve(self, tables: PageTables, upto: int) -> list[list[tuple[int, int]]] | None:
+        """Pages for all positions below `upto`: new (index, page) table entries by group.
+
+        None, with nothing allocated, if a pool is out of pages.
+        """
+        num_pages = -(-upto // self.page_size)
+        counts = [max(0, num_pages - len(table.pages)) for table in tables.groups]
+        if any(count > pool.num_free for count, pool in zip(counts, self.pools, strict=True)):
+            return None
+        entries = []
+        for table, pool, count in zip(tables.groups, self.pools, counts, strict=True):
+            start = len(table.pages)
+            new = [(start + offset, pool.allocate()) for offset in range(count)]
+            table.pages.extend(page for _, page in new)
+            entries.append(new)
+        return entries
+
+    def capacity(self, tables: PageTables) -> int:
+        """The number of positions that have a page in every group."""
+        return min(len(table.pages) for table in tables.groups) * self.page_size
+
+    def publish(self, tables: PageTables, computed: int, committed: int) -> None:
+        """Publish pages that became final.
+
+        `computed` positions and `committed` tokens are those of a step whose output was read; all
+        modules ran in it, also for a request that ended there.
+        """
+        if not self.enable_prefix_caching:
+            return
+        for group, pool, table in zip(self.groups, self.pools, tables.groups, strict=True):
+            end = computed
+            if group.owner == "modules":
+                end = min(computed, committed - self.num_modules)
+            for index in range(table.num_final, end // self.page_size):
+                key = page_key(group, tables.keys, index, self.num_modules)
+                pool.publish(table.pages[index], key)
+                table.num_final = index + 1
+
+    def retire(self, tables: PageTables, computed: int) -> None:
+        """Give back pages that no window reaches once `computed` positions are executed.
+
+        The device's table entries stay as they are: no later row reads them. Call after `publish`.
+        """
+        for group, pool, table in zip(self.groups, self.pools, tables.groups, strict=True):
+            if group.window is None:
+                continue
+            first = max(0, computed - self._reach(group, group.window)) // self.page_size
+            first = min(first, len(table.pages))
+            if first > table.num_retired:
+                _release(pool, table.pages[table.num_retired : first])
+                table.pages[table.num_retired : first] = [NULL_PAGE] * (first - table.num_retired)
+                table.num_retired = first
+
+    def free(self, tables: PageTables) -> None:
+        """Give back all pages. A step in flight may still use them: their next owner runs later."""
+        self._admitted.remove(tables)
+        for pool, table in zip(self.pools, tables.groups, strict=True):
+            _release(pool, table.pages)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all published pages; running requests keep theirs."""
+        for pool in self.pools:
+            pool.reset_prefix_cache()
+
+    def assert_consistent(self) -> None:
+        """AssertionError unless references match the tables and only final pages are shared."""
+        for position, pool in enumerate(self.pools):
+            pool.assert_consistent()
+            final: dict[int, list[bool]] = {}
+            for tables in self._admitted:
+                table = tables.groups[position]
+                assert not any(table.pages[: table.num_retired]), "a retired page is mapped"
+                assert all(table.pages[table.num_retired :]), "a live page is null"
+                for index in range(table.num_retired, len(table.pages)):
+                    final.setdefault(table.pages[index], []).append(index < table.num_final)
+            for page in range(1, pool.num_pages):
+                owners = final.get(page, [])
+                assert pool.references(page) == len(owners), f"page {page}: references differ"
+                assert len(owners) < 2 or all(owners), f"page {page} is shared and writable"
+                assert pool.key(page) is None or all(owners), f"page {page} can change"
+
+    def _reach(self, group: CacheGroup, window: int) -> int:
+        """How far below `computed` rows still read: modules rewrite the N - 1 last positions."""
+        rewritten = max(self.num_modules - 1, 0) if group.owner == "modules" else 0
+        return window - 1 + rewritten
+
+    def _copy_partial_page(
+        self, tables: PageTables, sources: Mapping[int, int]
+    ) -> tuple[PageCopy, ...] | None:
+        """Give each module group a private page for its partly reused one; None if out of pages.
+
+        Sources are held meanwhile, or allocating a destination could evict them.
+        """
+        for group, source in sources.items():
+            self.pools[group].acquire(source)
+        copies = None
+        if all(self.pools[group].num_free for group in sources):
+            copies = tuple(
+                PageCopy(group, source, self.pools[group].allocate())
+                for group, source in sources.items()
+            )
+            for copy in copies:
+                tables.groups[copy.group].pages.append(copy.destination)
+        for group, source in sources.items():
+            self.pools[group].release(source)
+        return copies
+
+
+def _release(pool: PagePool, pages: Sequence[int]) -> None:
+    """Release pages of one request, deepest first: a prefix outlives what follows it."""
+    for page in reversed(pages):
+        if page != NULL_PAGE:
+            pool.release(page)

@@ -1,0 +1,137 @@
+"""One request as the host knows it, up to one step behind the device."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from mmtp_jax.cache.keys import PrefixKeys
+from mmtp_jax.cache.manager import Admission, PageTables
+
+type FinishReason = Literal["stop", "length", "abort"]
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class InFlight(NamedTuple):
+    """A step that was dispatched and not read: its target rows, and whether it samples."""
+
+    num_rows: int
+    samples: bool
+
+
+@dataclass(eq=False)
+class Request:
+    """Tokens, limits and progress of one request.
+
+    `tokens` holds the prompt and the output read so far; `computed` counts the positions known to
+    hold cache entries. During prefill both are exact for steps in flight too; once a step in flight
+    samples, the device may be ahead by up to that step's rows. `incarnation` changes at every
+    preemption: output of an earlier one is dropped.
+    """
+
+    request_id: str
+    tokens: list[int]
+    num_prompt_tokens: int
+    limit: int
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    arrival: int = -1
+    incarnation: int = 0
+    slot: int = -1
+    computed: int = 0
+    prefill_end: int = 0
+    num_cached_tokens: int = 0
+    in_flight: deque[InFlight] = field(default_factory=deque)
+    keys: PrefixKeys | None = None
+    tables: PageTables | None = None
+
+    @classmethod
+    def create(
+        cls, request_id: str, prompt_ids: Sequence[int], max_tokens: int | None, max_model_len: int
+    ) -> Request:
+        """A new request (`max_tokens` None: up to max_model_len); ValueError if none would fit."""
+        length = len(prompt_ids)
+        if length == 0:
+            raise ValueError("prompt must have at least 1 token, got 0")
+        if length >= max_model_len:
+            raise ValueError(
+                f"prompt has {length} tokens, but max_model_len={max_model_len} leaves room for at"
+                f" most {max_model_len - 1}"
+            )
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
+        limit = max_model_len if max_tokens is None else min(length + max_tokens, max_model_len)
+        return cls(request_id, list(prompt_ids), length, limit)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.tokens[: self.num_prompt_tokens]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def length(self) -> int:
+        """Committed tokens read so far."""
+        return len(self.tokens)
+
+    @property
+    def min_length(self) -> int:
+        """Committed tokens once the steps in flight ran, at least: each sampling one emits a token
+        unless the request ends."""
+        return len(self.tokens) + sum(step.samples for step in self.in_flight)
+
+    @property
+    def max_computed(self) -> int:
+        """Computed positions once the steps in flight ran, at most; exact during prefill."""
+        return self.computed + sum(step.num_rows for step in self.in_flight)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether tokens known at admission are still to be scheduled."""
+        return self.max_computed < self.prefill_end
+
+    def start(self, slot: int, admission: Admission) -> None:
+        """Run from an admission, whose reused tokens are counted for the first incarnation."""
+        self.status = RequestStatus.RUNNING
+        self.slot = slot
+        self.tables = admission.tables
+        self.computed = admission.computed
+        self.prefill_end = self.length
+        if self.incarnation == 0:
+            self.num_cached_tokens = admission.computed
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take over the oldest step in flight: it emitted `token_ids`."""
+        step = self.in_flight.popleft()
+        self.tokens.extend(token_ids)
+        self.computed = self.length - 1 if step.samples else self.computed + step.num_rows
+
+    def wait(self) -> None:
+        """Back to waiting, without slot and cache entries."""
+        self._stop(RequestStatus.WAITING)
+        self.computed = 0
+
+    def preempt(self) -> None:
+        """Wait and start again later: tokens stay, the output in flight is lost."""
+        self.incarnation += 1
+        self.wait()
+
+    def finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self._stop(RequestStatus.FINISHED)
+
+    def _stop(self, status: RequestStatus) -> None:
+        self.status = status
+        self.slot = -1
+        self.tables = None
+        self.in_flight.clear()

@@ -1,0 +1,332 @@
+"""Which requests run in the next step, on which pages: continuous batching with chunked prefill.
+
+Steps may be scheduled while earlier ones are in flight. The host then knows a decoding request's
+position only up to a bound, so it reserves pages for the bound; the device clips to what it was
+given. Slots and pages that were given back can be issued in the very next step, because the device
+runs steps in order. Output is matched by request and incarnation: that of a request which ended or
+was preempted meanwhile is dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mmtp_jax.cache.manager import Admission, CacheManager
+from mmtp_jax.config import require
+from mmtp_jax.engine.request import FinishReason, InFlight, Request, RequestStatus
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step.
+
+    `buckets`: the row counts that programs exist for, ascending. `max_num_batched_tokens` bounds
+    the rows of a step, where a request costs max(rows, N) because the modules run at least N rows.
+    `max_chunk` bounds the rows of one prefill chunk.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_speculative_tokens: int
+    buckets: tuple[int, ...]
+    max_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
+        require(self.max_model_len >= 2, f"max_model_len must be >= 2, got {self.max_model_len}")
+        require(
+            self.max_chunk is None or self.max_chunk >= 1,
+            f"max_chunk must be >= 1 or None, got {self.max_chunk}",
+        )
+        require(
+            self.max_num_batched_tokens > self.num_speculative_tokens >= 0,
+            f"max_num_batched_tokens ({self.max_num_batched_tokens}) must exceed"
+            f" num_speculative_tokens ({self.num_speculative_tokens})",
+        )
+        require(
+            len(self.buckets) > 0
+            and list(self.buckets) == sorted(set(self.buckets))
+            and self.buckets[-1] >= self.max_num_batched_tokens,
+            f"buckets {self.buckets} must ascend to at least max_num_batched_tokens"
+            f" ({self.max_num_batched_tokens})",
+        )
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows one request gets in a step."""
+        chunk = min(self.max_num_batched_tokens, self.max_chunk or self.max_num_batched_tokens)
+        return max(chunk, self.num_speculative_tokens + 1)
+
+
+@dataclass(frozen=True)
+class ScheduledAdmission:
+    """A request that takes over a slot before the step's rows run."""
+
+    slot: int
+    request: Request
+    admission: Admission
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """One request's part of a step.
+
+    `num_rows` target rows: the next known tokens during prefill, else the newest token and up to
+    `num_rows - 1` drafts. `entries` are new (index, page) page-table entries by cache group;
+    `capacity` is the number of positions with pages.
+    """
+
+    request: Request
+    incarnation: int
+    slot: int
+    num_rows: int
+    samples: bool
+    capacity: int
+    entries: list[list[tuple[int, int]]]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether output of this row still counts."""
+        request = self.request
+        return request.status is RequestStatus.RUNNING and request.incarnation == self.incarnation
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """A step to dispatch: admissions in order, then all rows in one program of `bucket` rows."""
+
+    admissions: tuple[ScheduledAdmission, ...]
+    requests: tuple[ScheduledRequest, ...]
+    bucket: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step emitted for one request, and why it ended there if a stop id or string did it."""
+
+    token_ids: Sequence[int]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The output that counts, and the requests that ended (reaching a limit included)."""
+
+    emitted: tuple[tuple[Request, tuple[int, ...]], ...]
+    ended: tuple[Request, ...]
+
+
+@dataclass
+class _Plan:
+    """A step being put together."""
+
+    budget: int
+    cost: int = 0
+    preempted: bool = False
+    admissions: list[ScheduledAdmission] = field(default_factory=list)
+    requests: dict[str, ScheduledRequest] = field(default_factory=dict)
+
+
+class Scheduler:
+    """First come, first served: `waiting` in order of arrival, all of `running` arrived before it.
+
+    `chunk_policy(request, limit)` may choose prefill chunks of 1..limit rows, and
+    `draft_policy(request)` the number of drafts to verify (0..num_speculative_tokens).
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        chunk_policy: Callable[[Request, int], int] | None = None,
+        draft_policy: Callable[[Request], int] | None = None,
+    ) -> None:
+        require(
+            config.max_num_batched_tokens >= cache.num_modules,
+            f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least the number"
+            f" of MTP modules ({cache.num_modules})",
+        )
+        for group in cache.groups:
+            needed = cache.pages_for_one_request(group, config.max_model_len, config.max_rows)
+            require(
+                group.num_pages - 1 >= needed,
+                f"cache group {group.name!r} has {group.num_pages - 1} pages, but one request of"
+                f" max_model_len={config.max_model_len} needs {needed}",
+            )
+        self.config = config
+        self.cache = cache
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self._free_slots = list(range(config.max_num_seqs))
+        self._chunk_policy = chunk_policy
+        self._draft_policy = draft_policy
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request; ValueError if its id is in use or it exceeds max_model_len."""
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id!r} is already in use")
+        if not 0 < request.length < request.limit <= self.config.max_model_len:
+            raise ValueError(
+                f"request of {request.length} tokens and limit {request.limit} does not fit"
+                f" max_model_len={self.config.max_model_len}"
+            )
+        request.arrival = self._arrivals
+        request.keys = self.cache.prefix_keys(request.tokens)
+        self._arrivals += 1
+        self._requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request at any time; its output in flight is dropped. None if it is not known."""
+        return self.finish(request_id, "abort")
+
+    def finish(self, request_id: str, reason: FinishReason) -> Request | None:
+        """End a request between two calls, e.g. at a stop string. None if it is not known."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, reason)
+        return request
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None if nothing can run before an earlier step is read."""
+        plan = _Plan(self.config.max_num_batched_tokens)
+        # Decodes come first. Both kinds are in order of arrival, because the sort is stable.
+        for request in sorted(self.running, key=lambda request: request.prefilling):
+            if request.status is RequestStatus.RUNNING:
+                self._schedule_running(request, plan)
+        # Pages that a preemption freed go to the requests it was for.
+        while self.waiting and self._free_slots and not plan.preempted:
+            if not self._admit(self.waiting[0], plan):
+                break
+        if not plan.requests:
+            return None
+        bucket = next(bucket for bucket in self.config.buckets if bucket >= plan.cost)
+        return ScheduledStep(tuple(plan.admissions), tuple(plan.requests.values()), bucket)
+
+    def update(self, step: ScheduledStep, results: Sequence[StepResult]) -> StepOutcome:
+        """Take over a step's output, one result per `step.requests` entry. Steps in order."""
+        emitted, ended = [], []
+        for row, result in zip(step.requests, results, strict=True):
+            request = row.request
+            if not row.is_current:
+                continue
+            request.advance(result.token_ids)
+            assert request.tables is not None
+            self.cache.publish(request.tables, request.computed, request.length)
+            self.cache.retire(request.tables, request.computed)
+            emitted.append((request, tuple(result.token_ids)))
+            reason = result.finish_reason
+            if reason is None and request.length >= request.limit:
+                reason = "length"
+            if reason is not None:
+                self._end(request, reason)
+                ended.append(request)
+        return StepOutcome(tuple(emitted), tuple(ended))
+
+    def _schedule_running(self, request: Request, plan: _Plan) -> None:
+        """Give a running request rows if it has any to run, preempting later arrivals for pages."""
+        num_rows = self._num_rows(request, plan.budget)
+        while num_rows > 0 and not self._add_rows(request, num_rows, plan):
+            if len(self.running) == 1:
+                return  # pages outside its windows come back when the steps in flight are read
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is request:
+                return
+
+    def _num_rows(self, request: Request, budget: int) -> int:
+        """Rows the next step gives a request within a budget of costs; 0 for none."""
+        if request.prefilling:
+            chunk = min(request.prefill_end - request.max_computed, budget)
+            if self.config.max_chunk is not None:
+                chunk = min(chunk, self.config.max_chunk)
+            if chunk > 0 and self._chunk_policy is not None:
+                chunk = self._chunk_policy(request, chunk)
+            num_rows = chunk
+        else:
+            drafts = self.config.num_speculative_tokens
+            if self._draft_policy is not None:
+                drafts = self._draft_policy(request)
+            num_rows = min(drafts + 1, request.limit - request.min_length)
+        return num_rows if self._cost(num_rows) <= budget else 0
+
+    def _cost(self, num_rows: int) -> int:
+        return max(num_rows, self.cache.num_modules)
+
+    def _add_rows(self, request: Request, num_rows: int, plan: _Plan) -> bool:
+        """Reserve pages and add the request to the step; False if out of pages."""
+        assert request.tables is not None
+        end = request.max_computed + num_rows
+        entries = self.cache.reserve(request.tables, min(end, request.limit - 1))
+        if entries is None:
+            return False
+        samples = end >= request.prefill_end
+        plan.requests[request.request_id] = ScheduledRequest(
+            request=request,
+            incarnation=request.incarnation,
+            slot=request.slot,
+            num_rows=num_rows,
+            samples=samples,
+            capacity=self.cache.capacity(request.tables),
+            entries=entries,
+        )
+        plan.budget -= self._cost(num_rows)
+        plan.cost += self._cost(num_rows)
+        request.in_flight.append(InFlight(num_rows, samples))
+        return True
+
+    def _admit(self, request: Request, plan: _Plan) -> bool:
+        """Give the head of the queue a slot and its first chunk; False if it does not fit."""
+        assert request.keys is not None
+        if plan.budget < max(self.cache.num_modules, 1):
+            return False
+        admission = self.cache.admit(request.keys)
+        if admission is None:
+            return False
+        request.start(self._free_slots[0], admission)
+        if not self._add_rows(request, self._num_rows(request, plan.budget), plan):
+            self.cache.free(admission.tables)
+            request.wait()
+            return False
+        heapq.heappop(self._free_slots)
+        self.waiting.popleft()
+        self.running.append(request)
+        plan.admissions.append(ScheduledAdmission(request.slot, request, admission))
+        return True
+
+    def _preempt(self, request: Request, plan: _Plan) -> None:
+        """Take a running request's pages and slot, and its rows if it has some in this step."""
+        row = plan.requests.pop(request.request_id, None)
+        if row is not None:
+            plan.budget += self._cost(row.num_rows)
+            plan.cost -= self._cost(row.num_rows)
+        plan.preempted = True
+        self.num_preemptions += 1
+        self._release(request)
+        request.preempt()
+        self.waiting.appendleft(request)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        del self._requests[request.request_id]
+        if request.status is RequestStatus.RUNNING:
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+        request.finish(reason)
+
+    def _release(self, request: Request) -> None:
+        assert request.tables is not None
+        self.cache.free(request.tables)
+        self.running.remove(request)
+        heapq.heappush(self._free_slots, request.slot)
