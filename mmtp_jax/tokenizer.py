@@ -1,0 +1,227 @@
+"""Text to token ids and back, chat templates, and decoding of a growing sequence.
+
+Built from the tokenizer.json of a directory or from the metadata of a GGUF file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mmtp_jax.weights.errors import ModelError
+from mmtp_jax.weights.gguf_metadata import metadata, open_gguf
+from mmtp_jax.weights.gguf_tokenizer import build_tokenizer
+from mmtp_jax.weights.safetensors_reader import read_json
+
+Message = Mapping[str, Any]
+
+# What decoding puts in the place of bytes that are no UTF-8 (yet).
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class ChatTemplateError(ValueError):
+    """The model has no chat template, or the template refuses the messages."""
+
+
+class Tokenizer:
+    """A tokenizer with its chat template and the ids of its begin and end tokens."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens; the model's vocabulary may be padded beyond it."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token's spelling in the vocabulary, None beyond `vocab_size`."""
+        return self._tokenizer.id_to_token(token_id)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens spelled in the text are recognised either way.
+
+        `add_special_tokens` adds what the model expects around a text (for some, a begin token).
+        """
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """`messages` rendered as one prompt; `kwargs` are further variables of the template.
+
+        Raises `ChatTemplateError` if there is no template or it fails on these messages.
+        """
+        if self._chat_template is None:
+            raise ChatTemplateError("this model has no chat template; send a plain prompt instead")
+        variables = {
+            "bos_token": self._token_or_empty(self.bos_token_id),
+            "eos_token": self._token_or_empty(self.eos_token_id),
+            "tools": None,
+            "documents": None,
+        }
+        try:
+            return self._template.render(
+                variables
+                | kwargs
+                | {"messages": messages, "add_generation_prompt": add_generation_prompt}
+            )
+        except Exception as error:
+            # The template is a program of the model's: it may fail with any exception.
+            raise ChatTemplateError(f"the model's chat template failed: {error}") from error
+
+    def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
+        """Token ids of a chat. The template spells out all special tokens, so none are added."""
+        return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
+
+    def _token_or_empty(self, token_id: int | None) -> str:
+        return "" if token_id is None else self.id_to_token(token_id) or ""
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        # The environment that chat templates are written for (Hugging Face chat templating docs);
+        # sandboxed because the template comes with the model.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        return environment.from_string(self._chat_template or "")
+
+
+class IncrementalDecoder:
+    """Decodes a sequence as it grows. The pieces concatenate to `decode` of the whole sequence.
+
+    Characters whose bytes are spread over several tokens are held back until they are complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._restart([])
+
+    def _restart(self, context: list[int]) -> None:
+        # Decoders may treat the first token of a text in their own way, so the latest complete
+        # piece stays in front of what follows.
+        self._context = context
+        self._pending: list[int] = []
+        self._emitted = len(self._decode(context))
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special_tokens)
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that `ids` complete; may be empty."""
+        self._pending.extend(ids)
+        text = self._decode(self._context + self._pending)
+        complete = text.rstrip(REPLACEMENT)
+        piece = complete[self._emitted :]
+        self._emitted += len(piece)
+        if piece and complete == text:
+            self._restart(self._pending)
+        return piece
+
+    def finish(self) -> str:
+        """What was held back, with U+FFFD for bytes that never became a character."""
+        piece = self._decode(self._context + self._pending)[self._emitted :]
+        self._restart([])
+        return piece
+
+
+def load_tokenizer(source: Path | Mapping[str, Any]) -> Tokenizer | None:
+    """The tokenizer of a model directory, of a GGUF file, or of GGUF metadata read already.
+
+    None when the model carries no tokenizer. Raises `ModelError` when it is damaged or of a kind
+    that is not supported.
+    """
+    if isinstance(source, Path):
+        if source.is_dir():
+            return _from_directory(source)
+        source = metadata(open_gguf(source))
+    tokenizer = build_tokenizer(source)
+    if tokenizer is None:
+        return None
+    return Tokenizer(
+        tokenizer,
+        bos_token_id=source.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=source.get("tokenizer.ggml.eos_token_id"),
+        chat_template=source.get("tokenizer.chat_template"),
+    )
+
+
+def _from_directory(directory: Path) -> Tokenizer | None:
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        # The library raises plain Exception for all that can be wrong with the file.
+        raise ModelError(f"{path} is not a usable tokenizer: {error}") from error
+    # A saved tokenizer may carry the padding and truncation of its training.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    settings = _optional_json(directory / "tokenizer_config.json")
+    special = _optional_json(directory / "special_tokens_map.json") | settings
+    return Tokenizer(
+        tokenizer,
+        bos_token_id=_special_id(tokenizer, special.get("bos_token")),
+        eos_token_id=_special_id(tokenizer, special.get("eos_token")),
+        chat_template=_chat_template(directory, settings),
+    )
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _special_id(
+    tokenizer: tokenizers.Tokenizer, token: str | Mapping[str, Any] | None
+) -> int | None:
+    """The id of a special token, given by its text or as an added token with `content`."""
+    if token is None:
+        return None
+    return tokenizer.token_to_id(token if isinstance(token, str) else token["content"])
+
+
+def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """The template in its own file, else in tokenizer_config.json (maybe one of several there)."""
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template: str | list[dict[str, str]] | None = settings.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # jinja2's own filter escapes HTML, which chat templates do not want.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
