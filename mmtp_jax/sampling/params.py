@@ -180,14 +180,14 @@ def _require_choice(
 def _int_in(name: str, value: object, low: int, high: int) -> int:
     number = cast(int, value)
     valid = not isinstance(value, bool) and isinstance(value, Integral) and low <= number <= high
-    require(valid, f"{name} must be an integer in [{low}, {high}], got {value!r}")
+    require(bool(valid), f"{name} must be an integer in [{low}, {high}], got {value!r}")
     return int(number)
 
 
 def _float_in(name: str, value: object, low: float, high: float) -> float:
     number = cast(float, value)
     valid = not isinstance(value, bool) and isinstance(value, Real) and low <= number <= high
-    require(valid, f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")
+    require(bool(valid), f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")
     return float(number)
 
 
