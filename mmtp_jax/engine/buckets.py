@@ -1,0 +1,64 @@
+"""Static shapes of the engine's programs: few enough to compile all of them at start-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmtp_jax.config import EngineConfig, require
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One program: T rows, B requests, S logit rows, X new page-table entries.
+
+    A request costs at least max(1, N) rows, which bounds B; it samples at most W = k+1 rows.
+    """
+
+    num_rows: int
+    num_requests: int
+    logit_rows: int
+    num_entries: int
+
+
+def bucket_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int, width: int, row_multiple: int
+) -> tuple[int, ...]:
+    """Row counts: powers of four times `row_multiple` up to the budget, the full decode batch
+    (max_num_seqs windows of `width` rows) and the budget itself.
+
+    Small steps of a decode batch matter most, so below the full decode batch the sizes double.
+    """
+    largest = round_up(max_num_batched_tokens, row_multiple)
+    decode = min(round_up(max_num_seqs * width, row_multiple), largest)
+    sizes, size = {decode, largest}, row_multiple
+    while size < largest:
+        sizes.add(size)
+        size *= 2 if size < decode else 4
+    return tuple(sorted(sizes))
+
+
+def buckets(
+    config: EngineConfig, *, num_modules: int, width: int, num_groups: int
+) -> tuple[Bucket, ...]:
+    """Every program of a configuration; `ConfigError` if one decode window does not fit."""
+    require(
+        config.max_num_batched_tokens >= width,
+        f"max_num_batched_tokens must be >= {width} (num_speculative_tokens + 1),"
+        f" got {config.max_num_batched_tokens}",
+    )
+    sizes = bucket_sizes(
+        config.max_num_seqs, config.max_num_batched_tokens, width, config.row_multiple
+    )
+    made = []
+    for size in sizes:
+        requests = min(config.max_num_seqs, size // max(num_modules, 1))
+        logit_rows = min(size, round_up(requests * width, config.row_multiple))
+        # Each request can start up to two pages more than its rows fill (partly used ends); a
+        # decode also reserves for the step in flight.
+        pages = 2 * size // config.cache.page_size + 3 * requests
+        made.append(Bucket(size, requests, logit_rows, pages * num_groups))
+    return tuple(made)

@@ -1,0 +1,303 @@
+"""The engine's loop: schedule, dispatch, and read one step behind.
+
+Step t+1 is dispatched before step t is read, so the device never waits for the host. Everything the
+device decides (accepted drafts, stop ids, limits) is already in its state when t+1 runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from mmtp_jax.cache.manager import CacheManager
+from mmtp_jax.config import EngineConfig
+from mmtp_jax.engine.buckets import buckets
+from mmtp_jax.engine.plan import LogprobOutput, StepOutput
+from mmtp_jax.engine.programs import Programs, Progress, empty_admission, empty_plan
+from mmtp_jax.engine.request import FinishReason, Request
+from mmtp_jax.engine.scheduler import (
+    ScheduledAdmission,
+    ScheduledStep,
+    Scheduler,
+    SchedulerConfig,
+    StepResult,
+)
+from mmtp_jax.engine.sizes import cache_groups
+from mmtp_jax.engine.state import initial_state
+from mmtp_jax.engine.stats import EngineStats
+from mmtp_jax.models.model import ModelGraph, Params
+from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.sampling.state import bias_row, host_row
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One emitted token's log-probability and the 20 best alternatives, from the raw logits."""
+
+    chosen: float
+    top_ids: tuple[int, ...]
+    top_values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """What one step added to one request. `drafted`/`accepted` count the drafts it verified."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    drafted: int
+    accepted: int
+    num_cached_tokens: int
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+
+
+@dataclass
+class _Live:
+    """What the core remembers of a request beside its scheduling state."""
+
+    request: Request
+    params: SamplingParams
+    row: np.ndarray
+    bias: np.ndarray | None
+    stop_ids: frozenset[int]
+    collector: Callable[[StepOutput, int], None] | None = None
+
+
+@dataclass
+class _InFlight:
+    scheduled: ScheduledStep
+    output: StepOutput
+    with_logprobs: bool
+    collected: bool
+    live: tuple[_Live, ...] = field(default=())
+
+
+class EngineCore:
+    """Requests in, token deltas out. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        graph: ModelGraph,
+        params: Params,
+        *,
+        max_model_len: int,
+        progress: Progress | None = None,
+        chunk_policy: Callable[[Request, int], int] | None = None,
+        draft_policy: Callable[[Request], int] | None = None,
+    ) -> None:
+        model = graph.config
+        num_modules = model.num_modules
+        self.config = config
+        self.graph = graph
+        self.params = params
+        self.max_model_len = max_model_len
+        self.num_speculative_tokens = num_modules
+        width = num_modules + 1
+        dtype = np.dtype(jax.tree.leaves(params)[0].dtype)
+        groups = cache_groups(graph.layout, config, dtype, max_model_len)
+        self.cache = CacheManager(groups, num_modules, config.cache.enable_prefix_caching)
+        sizes = buckets(config, num_modules=num_modules, width=width, num_groups=len(groups))
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=max_model_len,
+                num_speculative_tokens=self.num_speculative_tokens,
+                buckets=tuple(bucket.num_rows for bucket in sizes),
+            ),
+            self.cache,
+            chunk_policy,
+            draft_policy,
+        )
+        self.state = initial_state(
+            graph.layout,
+            num_slots=config.max_num_seqs,
+            max_model_len=max_model_len,
+            num_modules=num_modules,
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
+            num_pages=tuple(group.num_pages for group in groups),
+            page_size=config.cache.page_size,
+            dtype=dtype,
+        )
+        self.programs = Programs(
+            graph,
+            params,
+            self.state,
+            sizes,
+            width=width,
+            unroll=jax.default_backend() == "gpu",
+            progress=progress,
+        )
+        self.stats = EngineStats(num_modules)
+        self._live: dict[str, _Live] = {}
+        self._in_flight: deque[_InFlight] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a dispatched step unread."""
+        return self.scheduler.has_requests or bool(self._in_flight)
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        collector: Callable[[StepOutput, int], None] | None = None,
+    ) -> None:
+        """Queue a request. Raises ValueError for a prompt or parameters that cannot run.
+
+        `seed` keys the sampler's noise. A `collector` gets (step output, row) of every step the
+        request takes part in, with all rows' logits; such a request reuses no cached prefix.
+        """
+        model = self.graph.config
+        for token in prompt_ids:
+            if not 0 <= token < model.vocab_size:
+                raise ValueError(
+                    f"prompt token ids must lie in [0, {model.vocab_size}), got {token}"
+                )
+        params.validate_for(model.vocab_size, model.eos_token_ids)
+        request = Request.create(request_id, prompt_ids, params.max_tokens, self.max_model_len)
+        request.reuses_prefix = collector is None
+        self.scheduler.add(request)
+        stop_ids = params.stop_ids(model.eos_token_ids)
+        self._live[request_id] = _Live(
+            request=request,
+            params=params,
+            row=host_row(params, seed, len(prompt_ids), model.eos_token_ids),
+            bias=bias_row(params, model.vocab_size),
+            stop_ids=frozenset(stop_ids),
+            collector=collector,
+        )
+
+    def finish(self, request_id: str, reason: FinishReason = "abort") -> bool:
+        """End a request now (abort, or a stop string the caller found); False if it is unknown."""
+        ended = self.scheduler.finish(request_id, reason)
+        self._live.pop(request_id, None)
+        return ended is not None
+
+    def step(self) -> list[TokenDelta]:
+        """Dispatch the next step if there is one, then read the oldest if two are in flight or
+        nothing could be dispatched."""
+        scheduled = self.scheduler.schedule()
+        if scheduled is not None:
+            self._in_flight.append(self._dispatch(scheduled))
+        if len(self._in_flight) > 1 or (scheduled is None and self._in_flight):
+            return self._read(self._in_flight.popleft())
+        return []
+
+    def _dispatch(self, scheduled: ScheduledStep) -> _InFlight:
+        for admission in scheduled.admissions:
+            self._admit(admission)
+        live = tuple(self._live[row.request.request_id] for row in scheduled.requests)
+        bucket = self.programs.buckets[scheduled.bucket]
+        plan = empty_plan(bucket, self.config.max_num_seqs)
+        entries = []
+        for index, row in enumerate(scheduled.requests):
+            plan.slot[index] = row.slot
+            plan.rows[index] = row.num_rows
+            plan.capacity[index] = row.capacity
+            for group, new in enumerate(row.entries):
+                entries.extend((group, row.slot, column, page) for column, page in new)
+        if entries:
+            plan.entries[: len(entries)] = entries
+        with_logprobs = any(one.params.logprobs is not None for one in live)
+        plan.logprobs[...] = with_logprobs
+        collected = any(one.collector is not None for one in live)
+        program = self.programs.step(scheduled.bucket, collect=collected)
+        self.state, output = program(self.params, self.state, plan)
+        for leaf in (output.tokens, output.count, output.drafted, output.done):
+            leaf.copy_to_host_async()
+        self.stats.steps += 1
+        self.stats.rows += sum(row.num_rows for row in scheduled.requests)
+        return _InFlight(scheduled, output, with_logprobs, collected, live)
+
+    def _admit(self, scheduled: ScheduledAdmission) -> None:
+        request, admission = scheduled.request, scheduled.admission
+        live = self._live[request.request_id]
+        arrays = empty_admission(self.state)
+        valid = admission.valid[0]
+        arrays.numbers[:] = (
+            scheduled.slot,
+            request.length,
+            admission.computed,
+            admission.exact,
+            valid,
+            request.limit,
+        )
+        arrays.tokens[: request.length] = request.tokens
+        for table, row in zip(arrays.tables, admission.rows, strict=True):
+            table[: len(row)] = row
+        for copy in admission.copies:
+            arrays.copy_source[copy.group] = copy.source
+            arrays.copy_target[copy.group] = copy.destination
+        arrays.sampling[:] = live.row
+        self.state = self.programs.admit(self.state, arrays)
+        if live.bias is not None:
+            self.state = self.programs.set_bias(self.state, np.int32(scheduled.slot), live.bias)
+
+    def _read(self, step: _InFlight) -> list[TokenDelta]:
+        output = step.output
+        tokens, counts, drafted, done = jax.device_get(
+            (output.tokens, output.count, output.drafted, output.done)
+        )
+        logprobs = jax.device_get(output.logprobs) if step.with_logprobs else None
+        results, current = [], []
+        for index, (row, live) in enumerate(zip(step.scheduled.requests, step.live, strict=True)):
+            emitted = tuple(tokens[index, : counts[index]].tolist())
+            stopped = bool(done[index]) and emitted[-1] in live.stop_ids
+            results.append(StepResult(emitted, "stop" if stopped else None))
+            current.append(row.is_current)
+            if current[-1] and live.collector is not None:
+                live.collector(output, index)
+        self.scheduler.update(step.scheduled, results)
+        deltas = []
+        for index, (live, result) in enumerate(zip(step.live, results, strict=True)):
+            request = live.request
+            if not current[index] or not result.token_ids:
+                continue
+            emitted = tuple(result.token_ids)
+            # A stop token ends the drafts that count: those after it were never wanted.
+            verified = int(drafted[index])
+            if result.finish_reason == "stop":
+                verified = min(verified, len(emitted) - 1)
+            delta = TokenDelta(
+                request_id=request.request_id,
+                token_ids=emitted,
+                drafted=verified,
+                accepted=len(emitted) - 1,
+                num_cached_tokens=request.num_cached_tokens,
+                finish_reason=request.finish_reason,
+                logprobs=None
+                if logprobs is None
+                else _token_logprobs(live, logprobs, index, emitted),
+            )
+            self.stats.count(delta.drafted, delta.accepted, len(emitted))
+            if request.finish_reason is not None:
+                self._live.pop(request.request_id, None)
+            deltas.append(delta)
+        return deltas
+
+
+def _token_logprobs(
+    live: _Live, logprobs: LogprobOutput, index: int, emitted: tuple[int, ...]
+) -> tuple[TokenLogprobs, ...] | None:
+    wanted = live.params.logprobs
+    if wanted is None:
+        return None
+    return tuple(
+        TokenLogprobs(
+            float(logprobs.chosen[index, column]),
+            tuple(logprobs.top_ids[index, column, :wanted].tolist()),
+            tuple(logprobs.top_values[index, column, :wanted].tolist()),
+        )
+        for column in range(len(emitted))
+    )

@@ -1,0 +1,135 @@
+"""Compiles every program of the engine before the first request, in parallel, with a progress bar.
+
+Nothing compiles afterwards: the executables are called directly and would refuse other shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mmtp_jax.engine.buckets import Bucket
+from mmtp_jax.engine.plan import StepPlan
+from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit
+from mmtp_jax.engine.step import StepShape, step
+from mmtp_jax.models.model import ModelGraph, Params
+from mmtp_jax.sampling.state import NEUTRAL_ROW, write_bias
+
+Progress = Callable[[int, int, str], None]
+
+
+def enable_compilation_cache(directory: Path) -> None:
+    """Keep compiled programs on disk unless the user chose a directory of their own."""
+    if jax.config.jax_compilation_cache_dir is None:
+        directory.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def empty_plan(bucket: Bucket, num_slots: int) -> StepPlan:
+    """A plan in which every request is padding."""
+    return StepPlan(
+        slot=np.full(bucket.num_requests, num_slots, np.int32),
+        rows=np.zeros(bucket.num_requests, np.int32),
+        capacity=np.zeros(bucket.num_requests, np.int32),
+        entries=np.full((bucket.num_entries, 4), num_slots, np.int32),
+        logprobs=np.array(False),
+    )
+
+
+def empty_admission(state: EngineState) -> AdmissionArrays:
+    """An admission of the right shapes for `state`."""
+    groups = len(state.tables)
+    return AdmissionArrays(
+        numbers=np.zeros(6, np.int32),
+        tokens=np.zeros(state.tokens.shape[1], np.int32),
+        tables=tuple(np.zeros(table.shape[1], np.int32) for table in state.tables),
+        copy_source=np.zeros(groups, np.int32),
+        copy_target=np.zeros(groups, np.int32),
+        sampling=NEUTRAL_ROW,
+    )
+
+
+def _set_bias(state: EngineState, slot: jax.Array, bias: jax.Array) -> EngineState:
+    return dataclasses.replace(state, sampling=write_bias(state.sampling, slot, bias))
+
+
+class Programs:
+    """The compiled step of every bucket, admission, and bias upload."""
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        params: Params,
+        state: EngineState,
+        buckets: tuple[Bucket, ...],
+        *,
+        width: int,
+        unroll: bool,
+        progress: Progress | None = None,
+    ) -> None:
+        self._graph = graph
+        self._params = params
+        self._width = width
+        self._unroll = unroll
+        self._num_slots = state.length.shape[0]
+        self._abstract_state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+        )
+        self._collecting: dict[int, Any] = {}
+        self.buckets = {bucket.num_rows: bucket for bucket in buckets}
+        jobs: dict[str, Callable[[], Any]] = {
+            f"step of {bucket.num_rows} rows": functools.partial(self._compile_step, bucket)
+            for bucket in reversed(buckets)
+        }
+        jobs["admission"] = lambda: self._compile(admit, empty_admission(state))
+        jobs["bias"] = lambda: self._compile(
+            _set_bias, np.int32(0), np.zeros(graph.config.vocab_size, np.float32)
+        )
+        done = {}
+        with ThreadPoolExecutor(max_workers=min(len(jobs), os.cpu_count() or 1)) as pool:
+            futures = {pool.submit(job): name for name, job in jobs.items()}
+            for future in as_completed(futures):
+                done[futures[future]] = future.result()
+                if progress is not None:
+                    progress(len(done), len(jobs), futures[future])
+        self.admit = done["admission"]
+        self.set_bias = done["bias"]
+        self._steps = {size: done[f"step of {size} rows"] for size in self.buckets}
+
+    @property
+    def num_programs(self) -> int:
+        return len(self._steps) + 2
+
+    def step(self, num_rows: int, *, collect: bool = False) -> Any:
+        """The executable `(params, state, plan) -> (state, output)` of a bucket. The variant that
+        also returns every row's logits (scoring) is compiled when it is first asked for."""
+        if not collect:
+            return self._steps[num_rows]
+        if num_rows not in self._collecting:
+            bucket = self.buckets[num_rows]
+            self._collecting[num_rows] = self._compile_step(bucket, collect=True)
+        return self._collecting[num_rows]
+
+    def _compile(self, function: Callable[..., EngineState], *arguments: Any) -> Any:
+        return jax.jit(function, donate_argnums=0).lower(self._abstract_state, *arguments).compile()
+
+    def _compile_step(self, bucket: Bucket, collect: bool = False) -> Any:
+        shape = StepShape(
+            num_rows=bucket.num_rows,
+            width=self._width,
+            logit_rows=bucket.logit_rows,
+            collect=collect,
+            unroll=self._unroll,
+        )
+        program = jax.jit(functools.partial(step, self._graph, shape), donate_argnums=1)
+        plan = empty_plan(bucket, self._num_slots)
+        return program.lower(self._params, self._abstract_state, plan).compile()

@@ -1,0 +1,343 @@
+"""`LLM`: load a model once, then generate, chat, stream, score, and look at what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import queue
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmtp_jax.config import CacheConfig, EngineConfig, SpeculativeConfig, require
+from mmtp_jax.engine.core import EngineCore, TokenDelta
+from mmtp_jax.engine.driver import EngineDriver
+from mmtp_jax.engine.programs import enable_compilation_cache
+from mmtp_jax.loader import LoadedModel, load_model
+from mmtp_jax.outputs import RequestOutput, Sample
+from mmtp_jax.progress import CompileBar, GenerationBar
+from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.scoring import Scorer
+from mmtp_jax.tokenizer import Tokenizer
+from mmtp_jax.weights.resolve import cache_directory
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model with its engine.
+
+    `model` is a known name, a directory, a .gguf file or a hub id. `speculative_config` is a
+    `SpeculativeConfig` or a mapping with its fields; by default every MTP module the checkpoint
+    ships is used. The other keywords are the fields of `EngineConfig` and `CacheConfig`.
+
+    Raises `ConfigError` for values that cannot work and `ModelError` if the model cannot be loaded.
+    Requests may come from any thread; `close` (or leaving a `with` block) stops the engine.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m-instruct",
+        *,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        config = engine_config(model, speculative_config, **options)
+        enable_compilation_cache(cache_directory() / "xla")
+        self._start(load_model(config), progress)
+
+    @classmethod
+    def from_loaded(cls, loaded: LoadedModel, *, progress: bool = False, **core: Any) -> LLM:
+        """An LLM over a model already in memory; `core` goes to `EngineCore`."""
+        llm = cls.__new__(cls)
+        llm._start(loaded, progress, **core)
+        return llm
+
+    def _start(self, loaded: LoadedModel, progress: bool, **core: Any) -> None:
+        self.config = loaded.config
+        self.model_config = loaded.graph.config
+        self.max_model_len = loaded.max_model_len
+        self._tokenizer = loaded.tokenizer
+        with CompileBar(visible=progress) as bar:
+            self.core = EngineCore(
+                loaded.config,
+                loaded.graph,
+                loaded.params,
+                max_model_len=loaded.max_model_len,
+                progress=bar.update,
+                **core,
+            )
+        self._driver = EngineDriver(self.core)
+        self._ids = itertools.count()
+        self._seeds = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine; unfinished requests fail."""
+        self._driver.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; ValueError if the model came without one."""
+        if self._tokenizer is None:
+            raise ValueError(
+                "this model has no tokenizer: give prompts as token ids (text is not possible)"
+            )
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text or token ids); results in the order of the prompts.
+
+        Raises ValueError for a prompt that cannot run (nothing is started then).
+        """
+        batch = _as_batch(prompts)
+        params = _per_prompt(sampling_params, len(batch))
+        runs = [self._prepare(prompt, one) for prompt, one in zip(batch, params, strict=True)]
+        events: queue.SimpleQueue[tuple[_Run, int, TokenDelta | BaseException]]
+        events = queue.SimpleQueue()
+        try:
+            for run in runs:
+                self._submit(run, lambda index, event, run=run: events.put((run, index, event)))
+            open_runs = len(runs)
+            with GenerationBar(len(runs), visible=progress) as bar:
+                while open_runs:
+                    run, index, event = events.get()
+                    self._take(run, index, event)
+                    finished = run.finished
+                    open_runs -= finished
+                    bar.update(self.core.stats.tokens_per_step, finished)
+        finally:
+            for run in runs:
+                self._abort(run)
+        return [run.output() for run in runs]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.tokenizer.chat_ids(list(conversation), **(chat_template_kwargs or {}))  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield a cumulative output after every step that added tokens, the last one finished.
+
+        Leaving the loop early, or cancelling the task, ends the request and frees its pages.
+        """
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[tuple[int, TokenDelta | BaseException]] = asyncio.Queue()
+
+        def push(index: int, event: TokenDelta | BaseException) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+        run = self._prepare(prompt, sampling_params or SamplingParams())
+        try:
+            await asyncio.to_thread(self._submit, run, push)
+            while not run.finished:
+                self._take(run, *(await events.get()))
+                while not events.empty():
+                    self._take(run, *events.get_nowait())
+                yield run.output()
+        finally:
+            # Not awaited: a cancelled task must still end its request.
+            self._abort(run)
+
+    def score(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """Teacher-forced logits through the engine's own chunked step and cache.
+
+        Returns "logits" float32 [T, V] of the target (row t predicts token t+1) and "mtp_logits"
+        float32 [N, T, V]: row t of module m predicts token t+2+m and is valid for t <= T-2-m;
+        later rows are NaN.
+        """
+        scorer = Scorer(len(token_ids), self.model_config)
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        request_id = f"score-{next(self._ids)}"
+        events: queue.SimpleQueue[TokenDelta | BaseException] = queue.SimpleQueue()
+        prompt = _checked_ids(token_ids)
+        try:
+            self._driver.submit(
+                request_id,
+                events.put,
+                lambda core: core.add(request_id, prompt, params, 0, collector=scorer.collect),
+            )
+            event = events.get()
+            if isinstance(event, BaseException):
+                raise event
+        finally:
+            self._driver.finish(request_id)
+        return scorer.result()
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine did since start, and what it holds now."""
+
+        def snapshot(core: EngineCore) -> dict[str, Any]:
+            stats, scheduler = core.stats, core.scheduler
+            return {
+                "steps": stats.steps,
+                "tokens": stats.tokens,
+                "tokens_per_step": stats.tokens_per_step,
+                "acceptance_by_position": stats.acceptance.rates,
+                "drafted_by_position": list(stats.acceptance.drafted),
+                "accepted_by_position": list(stats.acceptance.accepted),
+                "requests_running": len(scheduler.running),
+                "requests_waiting": len(scheduler.waiting),
+                "preemptions": scheduler.num_preemptions,
+                "pages": [
+                    {
+                        "group": group.name,
+                        "total": pool.num_pages - 1,
+                        "referenced": pool.num_referenced,
+                        "free": pool.num_free,
+                    }
+                    for group, pool in zip(core.cache.groups, core.cache.pools, strict=True)
+                ],
+            }
+
+        return self._driver.call(snapshot)
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Run:
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = _checked_ids(prompt)
+            require(
+                not params.stop or self._tokenizer is not None,
+                "stop strings need a tokenizer, and this model has none: use stop_token_ids",
+            )
+        seed = self.config.seed * 1_000_003 + next(self._seeds)
+        if params.seed is not None:
+            seed = params.seed
+        samples = [
+            Sample(
+                index,
+                params,
+                self._tokenizer,
+                self.model_config.eos_token_ids,
+                self.model_config.num_modules,
+            )
+            for index in range(params.n)
+        ]
+        names = [f"{next(self._ids)}" for _ in samples]
+        return _Run(text, ids, params, seed, samples, names)
+
+    def _submit(self, run: _Run, push: Any) -> None:
+        for index, name in enumerate(run.names):
+            # Samples of one prompt are independent: their noise is keyed by different seeds.
+            seed = run.seed + index * 0x9E3779B1
+
+            def add(core: EngineCore, name: str = name, seed: int = seed) -> None:
+                core.add(name, run.prompt_ids, run.params, seed)
+
+            self._driver.submit(name, lambda event, index=index: push(index, event), add)
+
+    def _take(self, run: _Run, index: int, event: TokenDelta | BaseException) -> None:
+        if isinstance(event, BaseException):
+            raise event
+        sample = run.samples[index]
+        if sample.finish_reason is None and sample.take(event):
+            self._driver.finish(run.names[index], "stop")
+
+    def _abort(self, run: _Run) -> None:
+        for sample, name in zip(run.samples, run.names, strict=True):
+            if sample.finish_reason is None:
+                self._driver.finish(name)
+
+
+@dataclasses.dataclass
+class _Run:
+    """One prompt on its way: a request per sample."""
+
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    samples: list[Sample]
+    names: list[str]
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            prompt=self.prompt,
+            prompt_token_ids=tuple(self.prompt_ids),
+            outputs=tuple(sample.output() for sample in self.samples),
+            num_cached_tokens=max(sample.num_cached_tokens for sample in self.samples),
+        )
+
+
+def engine_config(
+    model: str, speculative: SpeculativeConfig | Mapping[str, Any] | None, **options: Any
+) -> EngineConfig:
+    """An `EngineConfig` from keywords; `ConfigError` names an option that does not exist."""
+    cache_fields = {field.name for field in dataclasses.fields(CacheConfig)}
+    engine_fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    engine_fields -= {"model", "cache", "speculative"}
+    for name in options:
+        require(name in cache_fields | engine_fields, f"there is no engine option {name!r}")
+    cache = CacheConfig(**{name: options.pop(name) for name in cache_fields & options.keys()})
+    if speculative is None:
+        speculative = SpeculativeConfig()
+    elif isinstance(speculative, Mapping):
+        known = {"method", "num_speculative_tokens", "load_format"}
+        for name in speculative:
+            require(name in known, f"there is no speculative_config field {name!r}")
+        speculative = SpeculativeConfig(**speculative)
+    return EngineConfig(model=str(model), cache=cache, speculative=speculative, **options)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and all(isinstance(token, (int, np.integer)) for token in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    require(len(params) == count, f"{len(params)} sampling_params for {count} prompts")
+    return list(params)
+
+
+def _checked_ids(prompt: Sequence[int]) -> list[int]:
+    require(
+        all(
+            isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in prompt
+        ),
+        "a prompt must be a string or a list of token ids",
+    )
+    return [int(token) for token in prompt]

@@ -1,0 +1,126 @@
+"""From a model name to parameters on the device: resolve, configure, load."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmtp_jax.config import EngineConfig, ModelConfig, MTPConfig, require
+from mmtp_jax.engine.sizes import fit_model_len
+from mmtp_jax.models.model import (
+    ModelGraph,
+    Params,
+    abstract_model,
+    assemble,
+    expected_shapes,
+    random_value,
+)
+from mmtp_jax.tokenizer import Tokenizer, load_tokenizer
+from mmtp_jax.weights.checkpoint import Checkpoint, open_checkpoint
+from mmtp_jax.weights.load import load_parameters
+from mmtp_jax.weights.resolve import resolve_model
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for an engine; `config.speculative` is resolved for this checkpoint."""
+
+    config: EngineConfig
+    graph: ModelGraph
+    params: Params
+    tokenizer: Tokenizer | None
+    max_model_len: int
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load `config.model`.
+
+    Raises `ModelError` if the model cannot be had or does not fit its description, `ConfigError` if
+    the configuration asks for what the model does not offer.
+    """
+    warn_about_unused_gpu()
+    checkpoint = open_checkpoint(resolve_model(config.model))
+    speculative = config.speculative.resolved(checkpoint.config.mtp)
+    config = dataclasses.replace(config, speculative=speculative)
+    model = model_for(config, checkpoint.config)
+    graph, abstract = abstract_model(model)
+    dtype = parameter_dtype(config.dtype)
+    max_model_len = _max_model_len(config, graph, dtype)
+    params = _parameters(config, checkpoint, model, abstract, dtype)
+    tokenizer = load_tokenizer(checkpoint.tokenizer_source)
+    return LoadedModel(config, graph, params, tokenizer, max_model_len)
+
+
+def model_for(config: EngineConfig, checkpoint: ModelConfig) -> ModelConfig:
+    """The model that is built: the target with `speculative.num_modules` modules.
+
+    Random modules for a checkpoint without any copy its last layer's shape and the wiring of
+    MiMo-7B (model card), which other engines can load.
+    """
+    count = config.speculative.num_modules
+    if count == 0:
+        return dataclasses.replace(checkpoint, mtp=None)
+    mtp = checkpoint.mtp or MTPConfig((checkpoint.layers[-1],) * count)
+    return dataclasses.replace(checkpoint, mtp=mtp.truncated(count))
+
+
+def parameter_dtype(name: str) -> np.dtype:
+    """The dtype of parameters and cache: "auto" is bfloat16 on an accelerator, float32 on a CPU."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def warn_about_unused_gpu() -> None:
+    """Warn when the machine has an NVIDIA GPU but jax runs on the CPU (as far as one can see)."""
+    platforms = jax.config.jax_platforms or ""
+    if jax.default_backend() != "cpu" or "cpu" in platforms.split(","):
+        return
+    if Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
+        warnings.warn(
+            "this machine seems to have an NVIDIA GPU, but jax cannot use it and runs on the CPU:"
+            " install the CUDA wheels with pip install -e '.[cuda13]'",
+            stacklevel=2,
+        )
+
+
+def _max_model_len(config: EngineConfig, graph: ModelGraph, dtype: np.dtype) -> int:
+    limit = graph.config.max_position
+    if config.max_model_len is not None:
+        require(
+            config.max_model_len <= limit,
+            f"max_model_len must be <= {limit} for this model, got {config.max_model_len}",
+        )
+        return config.max_model_len
+    return fit_model_len(graph.layout, config, dtype, limit)
+
+
+def _parameters(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    abstract: Params,
+    dtype: np.dtype,
+) -> Params:
+    random = random_value(abstract, model, config.seed, dtype)
+    if config.load_format == "dummy":
+        return assemble(model, abstract, random)
+    shapes = expected_shapes(model, abstract)
+    random_modules = config.speculative.load_format == "dummy"
+    if random_modules:
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
+        loaded_config = dataclasses.replace(model, mtp=None)
+    else:
+        loaded_config = model
+    loaded = load_parameters(checkpoint, loaded_config, shapes, dtype)
+    # pop: each host array is dropped as soon as the device has it.
+    return assemble(
+        model, abstract, lambda name: loaded.pop(name) if name in loaded else random(name)
+    )
