@@ -63,10 +63,11 @@ def probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
     """The distribution of a sampled token, from processed scores, by sorting."""
     weights = np.exp(scores - scores.max())
     weights[weights < params.min_p * weights.max()] = 0.0
-    best_first = np.argsort(-weights, kind="stable")
+    best_first = np.argsort(-scores, kind="stable")
     if params.top_k > 0:
         weights[best_first[params.top_k :]] = 0.0
     weights /= weights.sum()
-    mass_before = np.cumsum(weights[best_first]) - weights[best_first]
-    weights[best_first[mass_before >= params.top_p]] = 0.0
+    if params.top_p < 1:
+        mass_before = np.cumsum(weights[best_first]) - weights[best_first]
+        weights[best_first[mass_before >= params.top_p]] = 0.0
     return weights / weights.sum()
