@@ -192,16 +192,18 @@ class CacheManager:
                 continue
             first = max(0, computed - self._reach(group, group.window)) // self.page_size
             first = min(first, len(table.pages))
-            if first > table.num_retired:
-                _release(pool, table.pages[table.num_retired : first])
-                table.pages[table.num_retired : first] = [NULL_PAGE] * (first - table.num_retired)
-                table.num_retired = first
+            for index in range(table.num_retired, first):
+                pool.release(table.pages[index])
+                table.pages[index] = NULL_PAGE
+                table.num_retired = index + 1
 
     def free(self, tables: PageTables) -> None:
         """Give back all pages. A step in flight may still use them: their next owner runs later."""
         self._admitted.remove(tables)
         for pool, table in zip(self.pools, tables.groups, strict=True):
-            _release(pool, table.pages)
+            # Deepest first: a prefix outlives what follows it.
+            for page in reversed(table.pages[table.num_retired :]):
+                pool.release(page)
 
     def reset_prefix_cache(self) -> None:
         """Forget all published pages; running requests keep theirs."""
@@ -250,10 +252,3 @@ class CacheManager:
         for group, source in sources.items():
             self.pools[group].release(source)
         return copies
-
-
-def _release(pool: PagePool, pages: Sequence[int]) -> None:
-    """Release pages of one request, deepest first: a prefix outlives what follows it."""
-    for page in reversed(pages):
-        if page != NULL_PAGE:
-            pool.release(page)

@@ -1,0 +1,486 @@
+"""The scheduler against a simulated device that runs one step ahead of what the host has read."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+from cache.symbolic_device import STOP_TOKEN, VOCABULARY, Language, SymbolicDevice
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from mmtp_jax.cache.manager import CacheGroup, CacheManager
+from mmtp_jax.config import ConfigError
+from mmtp_jax.engine.request import FinishReason, Request, RequestStatus
+from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig, StepResult
+
+MAX_MODEL_LEN = 32
+
+
+def make_cache(
+    num_modules: int,
+    page_size: int,
+    num_pages: int,
+    windows: tuple[int | None, ...] = (None,),
+    prefix_caching: bool = True,
+) -> CacheManager:
+    """Per window a target group and, with modules, one of theirs; `num_pages` are usable."""
+    groups = []
+    for window in windows:
+        groups.append(
+            CacheGroup(f"target/{window}", "target", window, num_pages + 1, page_size),
+        )
+        if num_modules:
+            groups.append(
+                CacheGroup(f"modules/{window}", "modules", window, num_pages + 1, page_size)
+            )
+    return CacheManager(groups, num_modules, prefix_caching)
+
+
+class Server:
+    """A scheduler with a device: dispatches steps and reads them up to `depth` steps later."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        *,
+        rng: random.Random,
+        depth: int = 1,
+        max_num_seqs: int = 3,
+        max_num_batched_tokens: int = 16,
+        max_chunk: int | None = None,
+        vary: bool = False,
+        stop_every: int | None = None,
+    ) -> None:
+        self.cache = cache
+        self.rng = rng
+        self.depth = depth
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            num_speculative_tokens=cache.num_modules,
+            buckets=tuple(sorted({4, max_num_batched_tokens})),
+            max_chunk=max_chunk,
+        )
+        self.scheduler = Scheduler(
+            self.config,
+            cache,
+            chunk_policy=(lambda request, limit: rng.randint(1, limit)) if vary else None,
+            draft_policy=(lambda request: rng.randint(0, cache.num_modules)) if vary else None,
+        )
+        self.language = Language(stop_every)
+        self.device = SymbolicDevice(cache, self.language, rng)
+        self.requests: list[Request] = []
+        self.finished: list[Request] = []
+        self.first_starts: list[int] = []
+        self.unread: deque[tuple[ScheduledStep, list[StepResult]]] = deque()
+
+    def add(self, prompt: list[int], max_tokens: int) -> Request:
+        request = Request.create(str(len(self.requests)), prompt, max_tokens, MAX_MODEL_LEN)
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def dispatch(self) -> ScheduledStep | None:
+        step = self.scheduler.schedule()
+        self.check()
+        if step is None:
+            return None
+        for admission in step.admissions:
+            request = admission.request
+            if request.incarnation == 0:
+                self.first_starts.append(request.arrival)
+            self.device.admit(admission.slot, request.tokens, request.limit, admission.admission)
+        cost = sum(max(row.num_rows, self.cache.num_modules) for row in step.requests)
+        assert cost <= step.bucket
+        assert step.bucket == min(b for b in self.config.buckets if b >= cost)
+        assert cost <= self.config.max_num_batched_tokens
+        slots = [row.slot for row in step.requests]
+        assert len(set(slots)) == len(slots) and max(slots) < self.config.max_num_seqs
+        results = []
+        for row in step.requests:
+            assert row.num_rows >= 1
+            unread = sum(step.samples for step in row.request.in_flight)
+            assert row.request.length + unread <= row.request.limit, "a row that cannot emit"
+            emitted = self.device.step(row.slot, row.num_rows, row.capacity, row.entries)
+            assert row.samples or not emitted
+            stopped = bool(emitted) and emitted[-1] == STOP_TOKEN
+            results.append(StepResult(emitted, "stop" if stopped else None))
+        self.unread.append((step, results))
+        return step
+
+    def read(self) -> None:
+        step, results = self.unread.popleft()
+        outcome = self.scheduler.update(step, results)
+        self.finished.extend(outcome.ended)
+        self.device.check_published()
+
+    def advance(self) -> None:
+        """Dispatch a step, then read the one before (all of them once nothing can run)."""
+        step = self.dispatch()
+        while self.unread and (step is None or len(self.unread) > self.depth):
+            self.read()
+
+    def drain(self) -> None:
+        """Run until all requests ended; everything must come back and every text be right."""
+        work = sum(request.limit for request in self.requests)
+        for _ in range(20 * work + 20):
+            if not self.scheduler.has_requests:
+                break
+            self.advance()
+        assert not self.scheduler.has_requests, "no progress"
+        while self.unread:
+            self.read()
+        self.check()
+        assert all(pool.num_referenced == 0 for pool in self.cache.pools)
+        ended = [r for r in self.requests if r.finish_reason != "abort"]
+        assert sorted(r.arrival for r in self.finished) == [r.arrival for r in ended]
+        assert self.first_starts == sorted(self.first_starts), "a request was overtaken"
+        for request in self.requests:
+            self.check_text(request)
+
+    def check(self) -> None:
+        self.cache.assert_consistent()
+        waiting = [request.arrival for request in self.scheduler.waiting]
+        running = [request.arrival for request in self.scheduler.running]
+        assert running + waiting == sorted(running + waiting)
+        held = {request.slot for request in self.scheduler.running}
+        assert len(held) == len(running) and held <= set(range(self.config.max_num_seqs))
+
+    def check_text(self, request: Request) -> None:
+        assert request.status is RequestStatus.FINISHED
+        expected = self.language.continuation(request.prompt_ids, len(request.output_ids))
+        assert request.output_ids == expected, "a token was lost, repeated or made up"
+        assert request.length <= request.limit
+        if request.finish_reason == "length":
+            assert request.length == request.limit
+        if request.finish_reason == "stop":
+            assert request.tokens[-1] == STOP_TOKEN
+        assert STOP_TOKEN not in request.output_ids[:-1]
+
+
+def random_prompt(server: Server, rng: random.Random) -> list[int]:
+    """New tokens, often after a part of an earlier conversation."""
+    prompt: list[int] = []
+    if server.requests and rng.random() < 0.8:
+        earlier = rng.choice(server.requests).tokens
+        prompt = earlier[: rng.randint(len(earlier) // 2, len(earlier))]
+    prompt += [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
+    return prompt[: MAX_MODEL_LEN - 1]
+
+
+def run_random(seed: int, num_modules: int | None = None, page_size: int | None = None) -> Server:
+    """A random configuration under random load, drained at the end."""
+    rng = random.Random(seed)
+    n = rng.randint(0, 8) if num_modules is None else num_modules
+    page = rng.choice([1, 2, 3, 4, 8, 16]) if page_size is None else page_size
+    pages = -(-MAX_MODEL_LEN // page)
+    windows = rng.choice([(None,), (None, 3), (None, 5, 1), (6,)])
+    cache = make_cache(n, page, pages + rng.choice([0, 0, 2, pages, 3 * pages]), windows)
+    server = Server(
+        cache,
+        rng=rng,
+        depth=rng.choice([0, 1, 1, 2]),
+        max_num_seqs=rng.randint(1, 4),
+        max_num_batched_tokens=rng.randint(n + 1, 24),
+        max_chunk=rng.choice([None, 1, 2, 5]),
+        vary=rng.random() < 0.7,
+        stop_every=rng.choice([None, 10]),
+    )
+    for _ in range(rng.randint(2, 20)):
+        server.add(random_prompt(server, rng), rng.randint(1, 12))
+        for _ in range(rng.choice([0, 1, 2, 8])):
+            server.advance()
+        if rng.random() < 0.15:
+            server.scheduler.abort(rng.choice(server.requests).request_id)
+        if rng.random() < 0.05:
+            cache.reset_prefix_cache()
+    server.drain()
+    return server
+
+
+@pytest.mark.parametrize("num_modules", range(9))
+def test_random_load_is_exact(num_modules: int) -> None:
+    hits = 0
+    for seed in range(8):
+        server = run_random(100 * num_modules + seed, num_modules)
+        hits += sum(request.num_cached_tokens for request in server.requests)
+    assert hits > 0
+
+
+def test_random_load_reaches_the_hard_cases() -> None:
+    """The runs preempt, stop, reach limits and reuse pages in part."""
+    copies = preemptions = 0
+    reasons: set[FinishReason | None] = set()
+    for seed in range(20):
+        server = run_random(seed, num_modules=2, page_size=4)
+        preemptions += server.scheduler.num_preemptions
+        reasons |= {request.finish_reason for request in server.requests}
+        copies += server.device.num_copies
+    assert preemptions > 20 and copies > 20
+    assert reasons == {"stop", "length", "abort"}
+
+
+class ServerMachine(RuleBasedStateMachine):
+    """Any order of arrivals, steps, reads and aborts."""
+
+    @initialize(
+        num_modules=st.integers(0, 5),
+        page_size=st.sampled_from([1, 2, 4, 8]),
+        spare_pages=st.sampled_from([0, 3, 40]),
+        windows=st.sampled_from([(None,), (None, 4)]),
+        budget=st.integers(6, 20),
+        seed=st.integers(0, 1000),
+    )
+    def start(
+        self,
+        num_modules: int,
+        page_size: int,
+        spare_pages: int,
+        windows: tuple[int | None, ...],
+        budget: int,
+        seed: int,
+    ) -> None:
+        pages = -(-MAX_MODEL_LEN // page_size) + spare_pages
+        self.server = Server(
+            make_cache(num_modules, page_size, pages, windows),
+            rng=random.Random(seed),
+            max_num_batched_tokens=budget,
+            vary=seed % 2 == 0,
+            stop_every=12,
+        )
+
+    @rule(
+        source=st.integers(0, 20),
+        shared=st.integers(0, MAX_MODEL_LEN - 4),
+        new=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=3),
+        max_tokens=st.integers(1, 15),
+    )
+    def add(self, source: int, shared: int, new: list[int], max_tokens: int) -> None:
+        requests = self.server.requests
+        prefix = requests[source % len(requests)].tokens[:shared] if requests else []
+        self.server.add(prefix + new, max_tokens)
+
+    @rule(count=st.integers(1, 6))
+    def advance(self, count: int) -> None:
+        for _ in range(count):
+            self.server.advance()
+
+    @precondition(lambda self: self.server.unread)
+    @rule()
+    def read(self) -> None:
+        self.server.read()
+
+    @precondition(lambda self: self.server.requests)
+    @rule(which=st.integers(0, 20))
+    def abort(self, which: int) -> None:
+        requests = self.server.requests
+        request = requests[which % len(requests)]
+        known = request.status is not RequestStatus.FINISHED
+        assert (self.server.scheduler.abort(request.request_id) is request) == known
+        self.server.check()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.server.cache.reset_prefix_cache()
+        self.server.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "server"):
+            self.server.drain()
+
+
+TestServerMachine = ServerMachine.TestCase
+TestServerMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def tokens_of_step(step: ScheduledStep | None) -> list[tuple[str, int]]:
+    assert step is not None
+    return [(row.request.request_id, row.num_rows) for row in step.requests]
+
+
+def test_decodes_come_first_and_the_rest_of_the_budget_goes_to_chunks() -> None:
+    server = Server(make_cache(3, 4, 40), rng=random.Random(0), max_num_batched_tokens=10)
+    server.add([0] * 4, 20)
+    server.advance()
+    server.add([1] * 14, 5)
+    server.add([2] * 2, 5)
+    assert tokens_of_step(server.dispatch()) == [("0", 4), ("1", 6)]
+    step = server.dispatch()
+    assert tokens_of_step(step) == [("0", 4), ("1", 6)]
+    assert step is not None and [row.samples for row in step.requests] == [True, False]
+    # The last chunk has 2 rows but costs 3. That leaves 3 for the next request.
+    step = server.dispatch()
+    assert tokens_of_step(step) == [("0", 4), ("1", 2), ("2", 2)]
+    assert step is not None and [row.samples for row in step.requests] == [True, True, True]
+    server.drain()
+
+
+def test_a_row_costs_at_least_the_rows_of_the_modules() -> None:
+    server = Server(
+        make_cache(5, 4, 40), rng=random.Random(0), max_num_batched_tokens=16, max_chunk=1
+    )
+    for _ in range(4):
+        server.add([0, 1, 2], 2)
+    step = server.dispatch()
+    assert tokens_of_step(step) == [("0", 1), ("1", 1), ("2", 1)]
+    assert step is not None and step.bucket == 16
+    server.drain()
+
+
+def test_the_head_of_the_queue_is_never_overtaken() -> None:
+    server = Server(make_cache(0, 4, 8), rng=random.Random(0), max_num_batched_tokens=32)
+    server.add([0] * 16, 8)
+    assert tokens_of_step(server.dispatch()) == [("0", 16)]
+    server.add([1] * 20, 8)  # needs 5 pages; 4 are left
+    server.add([2], 1)  # would fit
+    assert tokens_of_step(server.dispatch()) == [("0", 1)]
+    server.drain()
+
+
+def test_a_request_decodes_before_its_last_chunk_is_read_but_not_beyond_its_limit() -> None:
+    server = Server(make_cache(2, 4, 40), rng=random.Random(0), depth=9)
+    one = server.add([0, 1], 1)
+    two = server.add([1, 1], 3)
+    assert tokens_of_step(server.dispatch()) == [("0", 2), ("1", 2)]
+    assert tokens_of_step(server.dispatch()) == [("1", 2)]  # at most two tokens are missing
+    assert tokens_of_step(server.dispatch()) == [("1", 1)]
+    assert server.dispatch() is None
+    assert (one.length, two.length, two.min_length, two.max_computed) == (2, 2, 5, 5)
+    server.drain()
+    assert (one.finish_reason, two.finish_reason) == ("length", "length")
+
+
+def test_preemption_takes_the_latest_request_and_keeps_its_output() -> None:
+    server = Server(make_cache(1, 4, 8, prefix_caching=False), rng=random.Random(0))
+    old = server.add([0] * 11, 12)
+    new = server.add([1] * 4, 12)
+    while server.scheduler.num_preemptions == 0:
+        server.advance()
+        kept = new.output_ids
+    assert old.status is RequestStatus.RUNNING
+    assert new.status is RequestStatus.WAITING and new.incarnation == 1
+    assert new.slot == -1 and new.computed == 0 and not new.in_flight
+    assert server.scheduler.waiting[0] is new
+    while server.unread:
+        server.read()
+    assert new.output_ids == kept, "output of a preempted incarnation was kept"
+    server.drain()
+    assert new.output_ids[: len(kept)] == kept and len(new.output_ids) == 12
+
+
+def test_output_of_an_ended_request_in_flight_is_dropped() -> None:
+    server = Server(make_cache(2, 4, 40), rng=random.Random(0), depth=5)
+    request = server.add([0, 1, 2], 20)
+    server.dispatch()
+    server.dispatch()
+    server.read()
+    length = request.length
+    assert server.scheduler.finish(request.request_id, "stop") is request
+    assert server.scheduler.finish(request.request_id, "stop") is None
+    server.read()
+    assert request.length == length == 4 and request.finish_reason == "stop"
+    assert not server.scheduler.has_requests
+    assert all(pool.num_referenced == 0 for pool in server.cache.pools)
+
+
+def test_abort_of_waiting_running_and_unknown_requests() -> None:
+    server = Server(make_cache(2, 4, 40), rng=random.Random(0), max_num_seqs=1)
+    running, waiting = server.add([0], 5), server.add([1], 5)
+    server.advance()
+    assert server.scheduler.abort("unknown") is None
+    for request in (waiting, running):
+        assert server.scheduler.abort(request.request_id) is request
+        assert request.finish_reason == "abort" and request.slot == -1
+    assert not server.scheduler.has_requests
+    server.drain()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("windows", [(None,), (3,), (None, 5)])
+def test_a_pool_of_exactly_one_request_serves_them_all(
+    windows: tuple[int | None, ...], depth: int
+) -> None:
+    for page_size in (1, 4):
+        server = Server(
+            make_cache(3, page_size, MAX_MODEL_LEN // page_size, windows),
+            rng=random.Random(7),
+            depth=depth,
+        )
+        for length in (20, 31, 1, 28, 20):
+            server.add([length % VOCABULARY] * length, 20)
+        server.drain()
+        assert server.scheduler.num_preemptions > 0 or depth == 0
+
+
+def test_a_repeated_prompt_is_reused_but_for_its_last_tokens() -> None:
+    for num_modules, expected in ((0, 15), (3, 13)):
+        server = Server(make_cache(num_modules, 4, 40), rng=random.Random(0), depth=0)
+        prompt = [0, 1, 2, 2] * 4
+        server.add(prompt, 4)
+        server.drain()
+        again = server.add(prompt, 1)
+        server.drain()
+        assert again.num_cached_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "kwargs", "message"),
+    [
+        (7, {}, r"'target/None' has 7 pages, but one request of max_model_len=32 needs 8"),
+        (8, {"max_num_batched_tokens": 3}, r"max_num_batched_tokens \(3\) must exceed"),
+        (8, {"max_num_seqs": 0}, r"max_num_seqs must be >= 1, got 0"),
+        (8, {"max_chunk": 0}, r"max_chunk must be >= 1 or None, got 0"),
+    ],
+)
+def test_impossible_configurations_are_refused(
+    num_pages: int, kwargs: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Server(make_cache(3, 4, num_pages), rng=random.Random(0), **kwargs)
+
+
+def test_buckets_must_cover_the_budget() -> None:
+    with pytest.raises(ConfigError, match=r"buckets \(8, 16\) must ascend"):
+        SchedulerConfig(1, 17, 32, 3, (8, 16))
+    with pytest.raises(ConfigError, match=r"buckets \(16, 8\) must ascend"):
+        SchedulerConfig(1, 8, 32, 3, (16, 8))
+
+
+def test_windowed_pools_may_be_smaller_than_a_request() -> None:
+    cache = make_cache(2, 4, 5, windows=(3,))
+    assert [cache.pages_for_one_request(g, 1000, 3) for g in cache.groups] == [4, 5]
+    for seed in range(10):
+        server = Server(
+            make_cache(2, 4, 5, windows=(3,)), rng=random.Random(seed), max_num_batched_tokens=3
+        )
+        for length in (20, 28, 7):
+            server.add([0] * length, 9)
+        server.drain()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 1, "at least 1 token"),
+        ([0] * 32, 1, "prompt has 32 tokens, but max_model_len=32 leaves room for at most 31"),
+        ([0], 0, "max_tokens must be >= 1, got 0"),
+    ],
+)
+def test_requests_that_cannot_run_are_refused(
+    prompt: list[int], max_tokens: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Request.create("a", prompt, max_tokens, MAX_MODEL_LEN)
+
+
+def test_add_refuses_a_known_id_and_a_limit_beyond_the_model() -> None:
+    server = Server(make_cache(0, 4, 8), rng=random.Random(0))
+    server.add([0], 1)
+    with pytest.raises(ValueError, match="request_id '0' is already in use"):
+        server.scheduler.add(Request.create("0", [0], 1, MAX_MODEL_LEN))
+    with pytest.raises(ValueError, match="does not fit max_model_len=32"):
+        server.scheduler.add(Request.create("1", [0], None, MAX_MODEL_LEN + 1))
