@@ -29,8 +29,10 @@ from mmtp_jax.engine.scheduler import (
 from mmtp_jax.engine.sizes import cache_groups
 from mmtp_jax.engine.state import initial_state
 from mmtp_jax.engine.stats import EngineStats
+from mmtp_jax.engine.step import Chooser
 from mmtp_jax.models.model import ModelGraph, Params
 from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.sampling.sampler import sample
 from mmtp_jax.sampling.state import bias_row, host_row
 
 
@@ -90,6 +92,7 @@ class EngineCore:
         progress: Progress | None = None,
         chunk_policy: Callable[[Request, int], int] | None = None,
         draft_policy: Callable[[Request], int] | None = None,
+        choose_draft: Chooser = sample,
     ) -> None:
         model = graph.config
         num_modules = model.num_modules
@@ -133,6 +136,7 @@ class EngineCore:
             sizes,
             width=width,
             unroll=jax.default_backend() == "gpu",
+            choose_draft=choose_draft,
             progress=progress,
         )
         self.stats = EngineStats(num_modules)

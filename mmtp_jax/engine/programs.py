@@ -19,8 +19,9 @@ import numpy as np
 from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.plan import StepPlan
 from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit
-from mmtp_jax.engine.step import StepShape, step
+from mmtp_jax.engine.step import Chooser, StepShape, step
 from mmtp_jax.models.model import ModelGraph, Params
+from mmtp_jax.sampling.sampler import sample
 from mmtp_jax.sampling.state import NEUTRAL_ROW, write_bias
 
 Progress = Callable[[int, int, str], None]
@@ -74,12 +75,14 @@ class Programs:
         *,
         width: int,
         unroll: bool,
+        choose_draft: Chooser = sample,
         progress: Progress | None = None,
     ) -> None:
         self._graph = graph
         self._params = params
         self._width = width
         self._unroll = unroll
+        self._choose_draft = choose_draft
         self._num_slots = state.length.shape[0]
         self._abstract_state = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
@@ -130,6 +133,8 @@ class Programs:
             collect=collect,
             unroll=self._unroll,
         )
-        program = jax.jit(functools.partial(step, self._graph, shape), donate_argnums=1)
+        program = jax.jit(
+            functools.partial(step, self._graph, shape, self._choose_draft), donate_argnums=1
+        )
         plan = empty_plan(bucket, self._num_slots)
         return program.lower(self._params, self._abstract_state, plan).compile()

@@ -7,6 +7,7 @@ nothing: prompt chunks, decode windows and mixtures of both are the same program
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,13 @@ from mmtp_jax.engine.state import EngineState
 from mmtp_jax.models.model import Model, ModelGraph, Params
 from mmtp_jax.models.rows import Rows, pack_rows
 from mmtp_jax.sampling.sampler import logprobs, sample
-from mmtp_jax.sampling.state import params_of
+from mmtp_jax.sampling.state import SamplingState, params_of
 from mmtp_jax.speculative.exactness import advance_exact
 from mmtp_jax.speculative.propose import catch_up
 from mmtp_jax.speculative.verify import verify
+
+# (logits [S, V], sampling state, slot [S], index [S], history [R, L]) -> token [S]
+Chooser = Callable[[Array, SamplingState, Array, Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +85,18 @@ def _logprobs(
 
 
 def step(
-    graph: ModelGraph, shape: StepShape, params: Params, state: EngineState, plan: StepPlan
+    graph: ModelGraph,
+    shape: StepShape,
+    choose_draft: Chooser,
+    params: Params,
+    state: EngineState,
+    plan: StepPlan,
 ) -> tuple[EngineState, StepOutput]:
-    """One engine step. `state` may be donated: nothing of it is read after it was written."""
+    """One engine step. `state` may be donated: nothing of it is read after it was written.
+
+    `choose_draft` turns a module's logits into a draft (`sample` in production; anything it returns
+    leaves the emitted text unchanged).
+    """
     model: Model = graph.bind(params)
     config = graph.config
     num_slots = state.length.shape[0]
@@ -156,7 +169,7 @@ def step(
             exact,
             new_length,
             drafting,
-            lambda logits, index, history: sample(
+            lambda logits, index, history: choose_draft(
                 logits, state.sampling, jnp.where(drafting, slot, num_slots), index, history
             ),
             collect=shape.collect,

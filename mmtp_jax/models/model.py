@@ -55,7 +55,7 @@ def flat_names(config: ModelConfig, params: Params) -> dict[tuple[Any, ...], lis
     parameter ("mtp.0.fuse.kernel", "mtp.1.fuse.kernel", ...), in stacking order.
     """
     names = {}
-    for path, _ in params.flat_state():
+    for path, _ in nnx.to_flat_state(params):
         part, rest = path[0], path[1:]
         if part == "target":
             names[path] = [".".join(map(str, rest))]
@@ -71,7 +71,7 @@ def expected_shapes(config: ModelConfig, params: Params) -> dict[str, tuple[int,
     """Flat name -> shape of every parameter a checkpoint has to provide."""
     shapes = {}
     names = flat_names(config, params)
-    for path, leaf in params.flat_state():
+    for path, leaf in nnx.to_flat_state(params):
         stacked = path[0] == "mtp"
         for name in names[path]:
             shapes[name] = tuple(leaf.shape[1:] if stacked else leaf.shape)
@@ -89,7 +89,7 @@ def assemble(
     """
     names = flat_names(config, params)
     filled = []
-    for path, leaf in params.flat_state():
+    for path, leaf in nnx.to_flat_state(params):
         parts = [values(name) for name in names[path]]
         array = np.stack(parts) if path[0] == "mtp" else parts[0]
         filled.append((path, leaf.replace(place(array))))
@@ -101,7 +101,7 @@ def random_value(
 ) -> Callable[[str], np.ndarray]:
     """Random values by flat name (`load_format="dummy"`): a function of (seed, name) alone."""
     names = flat_names(config, params)
-    declared = {name: leaf for path, leaf in params.flat_state() for name in names[path]}
+    declared = {name: leaf for path, leaf in nnx.to_flat_state(params) for name in names[path]}
     shapes = expected_shapes(config, params)
 
     def value(name: str) -> np.ndarray:

@@ -1,0 +1,294 @@
+"""Runs an engine core step by step and checks every cache entry on the device against the oracle.
+
+After each step, for every running request, module and group: entries that should be exact equal a
+teacher-forced recomputation; drafts equal fresh ones; free pages are filled with NaN; published pages
+and the null page do not change. A script can force how many drafts each step accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from oracle import Oracle, Trace
+
+from mmtp_jax.config import CacheConfig, EngineConfig, ModelConfig
+from mmtp_jax.engine.core import EngineCore, TokenDelta
+from mmtp_jax.engine.request import Request
+from mmtp_jax.models.model import abstract_model, assemble, random_value
+from mmtp_jax.sampling.params import SamplingParams
+
+TOLERANCE = float(1e-4 if jax.default_backend() == "gpu" else 2e-5)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@dataclass
+class Scripted:
+    """Text a request will produce, and the indices at which its drafts are made wrong."""
+
+    prompt: tuple[int, ...]
+    text: tuple[int, ...]
+    wrong: frozenset[int] = frozenset()
+
+
+@dataclass
+class Harness:
+    """One compiled engine; schedules run on it one after the other."""
+
+    model: ModelConfig
+    page_size: int = 4
+    num_pages: int = 64
+    max_num_seqs: int = 3
+    max_model_len: int = 48
+    budget: int = 16
+    scripted: bool = False
+    values: Callable[[str], np.ndarray] | None = None
+    prefix_caching: bool = True
+    chunk: Callable[[Request, int], int] = field(default=lambda request, limit: limit)
+    drafts: Callable[[Request], int] | None = None
+
+    def __post_init__(self) -> None:
+        config = EngineConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.budget,
+            cache=CacheConfig(
+                page_size=self.page_size,
+                num_pages=self.num_pages,
+                enable_prefix_caching=self.prefix_caching,
+            ),
+        )
+        graph, abstract = abstract_model(self.model)
+        values = self.values or random_value(abstract, self.model, 0, np.dtype(np.float32))
+        self.oracle = Oracle(self.model, values)
+        self.scripts: list[Scripted] = []
+        self.failures: list[str] = []
+        options = {"choose_draft": self._scripted_draft} if self.scripted else {}
+        self.core = EngineCore(
+            config,
+            graph,
+            assemble(self.model, abstract, values),
+            max_model_len=self.max_model_len,
+            chunk_policy=lambda request, limit: self.chunk(request, limit),
+            draft_policy=lambda request: (
+                self.model.num_modules if self.drafts is None else self.drafts(request)
+            ),
+            **options,
+        )
+        self.traces: dict[tuple[int, ...], Trace] = {}
+        self._texts: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+        self._published: dict[tuple[int, int], tuple[object, list[np.ndarray]]] = {}
+        self._names = 0
+        self._module = 0
+        self._poison = jax.jit(_poison, donate_argnums=0)
+        self.output: dict[str, list[int]] = {}
+        self.deltas: list[TokenDelta] = []
+
+    def text(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+        """The target's greedy continuation (of the oracle)."""
+        key = (tuple(prompt), count)
+        if key not in self._texts:
+            self._texts[key] = tuple(self.oracle.greedy(prompt, count))
+        return self._texts[key]
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams = GREEDY, wrong: Sequence[int] = ()
+    ) -> str:
+        """Queue a request; drafts at the indices in `wrong` are made wrong (scripted engines)."""
+        self._names += 1
+        name = f"request-{self._names}"
+        if self.scripted:
+            assert params.max_tokens is not None
+            text = self.text(prompt, params.max_tokens)
+            script = Scripted(tuple(prompt), text, frozenset(wrong))
+            self.scripts = [s for s in self.scripts if s.prompt != script.prompt]
+            self.scripts.append(script)
+        self.core.add(name, list(prompt), params, seed=self._names)
+        self.output[name] = []
+        return name
+
+    def step(self) -> list[TokenDelta]:
+        """One engine step with every check."""
+        deltas = self.core.step()
+        for delta in deltas:
+            self.output[delta.request_id].extend(delta.token_ids)
+        self.deltas.extend(deltas)
+        self.check()
+        self.poison()
+        assert not self.failures, self.failures
+        return deltas
+
+    def run(self, limit: int = 400) -> None:
+        """Step until nothing is left; every page must come back."""
+        for _ in range(limit):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work, "no progress"
+        self.assert_drained()
+
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams = GREEDY, wrong: Sequence[int] = ()
+    ) -> list[int]:
+        name = self.add(prompt, params, wrong)
+        self.run()
+        return self.output[name]
+
+    def assert_drained(self) -> None:
+        self.core.cache.assert_consistent()
+        for pool in self.core.cache.pools:
+            assert pool.num_referenced == 0
+            assert pool.num_free == pool.num_pages - 1
+
+    def reset(self) -> None:
+        """End what a failed schedule left, and forget cached prefixes and scripts."""
+        scheduler = self.core.scheduler
+        for request in [*scheduler.running, *scheduler.waiting]:
+            self.core.finish(request.request_id)
+        while self.core.has_work:
+            self.core.step()
+        self.failures.clear()
+        self._module = 0
+        self.core.cache.reset_prefix_cache()
+        self._published.clear()
+        self.scripts.clear()
+        self.output.clear()
+        self.deltas.clear()
+
+    def check(self) -> None:
+        state = jax.device_get(self.core.state)
+        for request in self.core.scheduler.running:
+            self._check_request(state, request)
+        self._check_published(state)
+        for group, arrays in enumerate(state.pages):
+            for name, array in arrays.items():
+                assert not array[:, 0].any(), f"the null page of group {group} {name} was written"
+
+    def _check_request(self, state, request: Request) -> None:
+        slot, config = request.slot, self.model
+        length, computed = int(state.length[slot]), int(state.computed[slot])
+        tokens = tuple(state.tokens[slot, :length].tolist())
+        assert list(tokens[: len(request.tokens)]) == request.tokens
+        trace = self._trace(tokens)
+        layout = self.core.graph.layout
+        where = f"{request.request_id} C={computed} len={length}"
+        for index, place in enumerate(layout.target):
+            streams = trace.layers[index].streams
+            self._check_layer(state, slot, place, streams, 0, computed, f"{where} layer {index}")
+        count = config.num_modules
+        exact = state.exact[slot]
+        for module, place in enumerate(layout.modules):
+            # Every module just ran: all entries whose tokens are committed must be exact.
+            end = max(int(exact[module]), min(computed, length - 1 - module))
+            if computed == 0 or end <= 0 or module >= len(trace.modules):
+                continue
+            streams = trace.modules[module].layer.streams
+            self._check_layer(
+                state, slot, place, streams, count - 1, end, f"{where} module {module}", computed
+            )
+        held = int(state.drafts[slot])
+        if held and not self.scripted:
+            drafts = state.tokens[slot, length : length + held].tolist()
+            assert drafts == self.oracle.drafts(tokens), f"{where}: drafts differ from fresh ones"
+
+    def _check_layer(
+        self, state, slot, place, streams, rewritten, end, where, computed=None
+    ) -> None:
+        computed = end if computed is None else computed
+        groups = [(place.attention, ("k", "v"))]
+        if place.conv is not None:
+            groups.append((place.conv, ("x",)))
+        for (group, layer), names in groups:
+            window = self.core.graph.layout.groups[group].window
+            start = 0
+            if window is not None:
+                start = max(0, computed - (window - 1) - rewritten)
+            position = np.arange(min(start, end), end)
+            pages = state.tables[group][slot, position // self.page_size]
+            for name in names:
+                got = state.pages[group][name][layer, pages, position % self.page_size]
+                want = streams[name][position]
+                scale = max(1.0, np.abs(streams[name]).max())
+                error = np.abs(got - want).max(initial=0.0)
+                assert error <= TOLERANCE * scale * 4, f"{where} {name}: differs by {error}"
+
+    def _check_published(self, state) -> None:
+        """Bytes of a published page never change while it stays published."""
+        seen = {}
+        for group, pool in enumerate(self.core.cache.pools):
+            for page in range(1, pool.num_pages):
+                key = pool.key(page)
+                if key is None:
+                    continue
+                now = [array[:, page] for array in state.pages[group].values()]
+                before = self._published.get((group, page))
+                if before is not None and before[0] == key:
+                    for old, new in zip(before[1], now, strict=True):
+                        assert np.array_equal(old, new), f"published page {page} changed"
+                    now = before[1]
+                seen[group, page] = (key, now)
+        self._published = seen
+
+    def poison(self) -> None:
+        """Fill all free pages with NaN (in device order, after the steps in flight)."""
+        free = []
+        for pool in self.core.cache.pools:
+            free.append(
+                np.array(
+                    [
+                        page > 0 and pool.references(page) == 0 and pool.key(page) is None
+                        for page in range(pool.num_pages)
+                    ]
+                )
+            )
+        self.core.state = self._poison(self.core.state, tuple(free))
+
+    def _trace(self, tokens: tuple[int, ...]) -> Trace:
+        if tokens not in self.traces:
+            if len(self.traces) > 500:
+                self.traces.clear()
+            self.traces[tokens] = self.oracle.trace(tokens)
+        return self.traces[tokens]
+
+    def _scripted_draft(self, logits, sampling, slot, index, history):
+        """Drafts from the scripts; also checks what the module would have drafted."""
+        rows = history.at[slot].get(mode="clip")
+        shape = jax.ShapeDtypeStruct(index.shape, jnp.int32)
+        real = slot < history.shape[0]
+        return jax.pure_callback(
+            self._host_draft, shape, jnp.argmax(logits, axis=1), index, rows, real
+        )
+
+    def _host_draft(self, best, index, rows, real) -> np.ndarray:
+        best, index, rows, real = (np.asarray(x) for x in (best, index, rows, real))
+        module, self._module = self._module, (self._module + 1) % self.model.num_modules
+        drafts = np.zeros(len(index), np.int32)
+        for row in range(len(index)):
+            if not real[row]:
+                continue
+            at = int(index[row])
+            known = tuple(rows[row, :at].tolist())
+            script = next(s for s in self.scripts if known[: len(s.prompt)] == s.prompt)
+            logits = self.oracle.trace(known).modules[module].logits[at - 2 - module]
+            if int(best[row]) != int(np.argmax(logits)):
+                self.failures.append(f"module {module} at {at - 2 - module}: another draft")
+            offset = at - len(script.prompt)
+            right = script.text[offset] if offset < len(script.text) else 0
+            wrong = at in script.wrong
+            drafts[row] = (right + 1) % self.model.vocab_size if wrong else right
+        return drafts
+
+
+def _poison(state, free):
+    pages = tuple(
+        {
+            name: jnp.where(mask[None, :, *([None] * (array.ndim - 2))], jnp.nan, array)
+            for name, array in arrays.items()
+        }
+        for arrays, mask in zip(state.pages, free, strict=True)
+    )
+    import dataclasses
+
+    return dataclasses.replace(state, pages=pages)

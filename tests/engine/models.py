@@ -1,0 +1,51 @@
+"""Small models for engine tests."""
+
+from __future__ import annotations
+
+from mmtp_jax.config import LayerSpec, ModelConfig, MTPConfig, RopeConfig
+
+VOCAB = 48
+HIDDEN = 16
+ROPE = RopeConfig(8, theta=100.0)
+GLOBAL = LayerSpec(4, 2, 8, 24, ROPE)
+SLIDING = LayerSpec(2, 1, 8, 24, ROPE, window=5)
+SLIDING_CONV = LayerSpec(2, 1, 8, 24, ROPE, window=5, conv_taps=4)
+
+
+def model(
+    layers: tuple[LayerSpec, ...], mtp: MTPConfig | None, *, max_position: int = 256
+) -> ModelConfig:
+    return ModelConfig("test", VOCAB, HIDDEN, layers, max_position, tie_embeddings=True, mtp=mtp)
+
+
+def chain(num_modules: int) -> ModelConfig:
+    """Equal modules in MiMo-7B's wiring."""
+    return model((GLOBAL, GLOBAL), MTPConfig((GLOBAL,) * num_modules))
+
+
+def chain_pre(num_modules: int) -> ModelConfig:
+    """Step-3.5's wiring: embedding first, pre-norm feed, nothing zeroed."""
+    mtp = MTPConfig(
+        (SLIDING,) * num_modules,
+        concat="embed_first",
+        feed="chain_pre",
+        zero_first_embedding=False,
+    )
+    return model((GLOBAL,), mtp)
+
+
+def target_fed(num_modules: int) -> ModelConfig:
+    """MiMo-V2's wiring: every module sees the target's normed hidden state."""
+    mtp = MTPConfig(
+        (SLIDING,) * num_modules, concat="embed_first", target_hidden="post", feed="target"
+    )
+    return model((GLOBAL,), mtp)
+
+
+def hybrid() -> ModelConfig:
+    """A global and a sliding layer with different heads, a convolution, two unequal modules."""
+    return model((GLOBAL, SLIDING_CONV), MTPConfig((SLIDING_CONV, GLOBAL), own_norm=False))
+
+
+def plain() -> ModelConfig:
+    return model((GLOBAL, SLIDING), None)
