@@ -1,8 +1,8 @@
 """Frozen, validated configuration.
 
-`ModelConfig` says what a checkpoint is (layers as data, so that no engine code branches on a family);
-`EngineConfig` says how to run it. Invalid values raise `ConfigError` naming the field and the limit.
-This module imports no jax: the scheduler and the allocator read it too.
+`ModelConfig` says what a checkpoint is (layers as data, so that no engine code branches on a
+family); `EngineConfig` says how to run it. Invalid values raise `ConfigError` naming the field and
+the limit. This module imports no jax: the scheduler and the allocator read it too.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RopeConfig:
 class LayerSpec:
     """One decoder block as data: attention, an optional short convolution, a gated MLP.
 
-    `window` counts the query itself (None: every earlier position). `conv_taps` > 0 puts a depthwise
-    causal convolution over the attention output (its inputs are cached by position).
+    `window` counts the query itself (None: every earlier position). `conv_taps` > 0 puts a
+    depthwise causal convolution over the attention output (its inputs are cached by position).
     """
 
     num_heads: int
@@ -76,9 +76,7 @@ class LayerSpec:
         require(
             self.window is None or self.window > 0, f"window must be >= 1 or None: {self.window}"
         )
-        require(
-            self.rope is None or self.rope.dim <= self.head_dim, "rope dim must be <= head_dim"
-        )
+        require(self.rope is None or self.rope.dim <= self.head_dim, "rope dim must be <= head_dim")
         require(
             self.conv_taps == 0 or self.conv_taps > 1,
             f"conv_taps must be 0 or >= 2: {self.conv_taps}",
@@ -89,10 +87,10 @@ class LayerSpec:
 class MTPConfig:
     """The modules a checkpoint ships and how they are wired (one row of `docs` per family).
 
-    Module m at position q consumes token t[q+1+m] and a feed: `feed="target"` gives every module the
-    target's hidden state; `chain_pre`/`chain_post` give module m > 0 the previous module's output
-    before/after its own final norm. `target_hidden` says whether module 0 (or every module) sees the
-    target's hidden state before or after the target's final norm.
+    Module m at position q consumes token t[q+1+m] and a feed: `feed="target"` gives every module
+    the target's hidden state; `chain_pre`/`chain_post` give module m > 0 the previous module's
+    output before/after its own final norm. `target_hidden` says whether module 0 (or every module)
+    sees the target's hidden state before or after the target's final norm.
     """
 
     modules: tuple[LayerSpec, ...]
@@ -175,7 +173,9 @@ class SpeculativeConfig:
 
     @property
     def num_modules(self) -> int:
-        """The modules that are built and loaded: min(modules in the checkpoint, tokens asked for)."""
+        """The modules that are built and loaded: min(modules in the checkpoint, tokens asked
+        for).
+        """
         if self.method is None:
             return 0
         k = self.num_speculative_tokens

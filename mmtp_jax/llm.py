@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import queue
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,8 +109,9 @@ class LLM:
         batch = _as_batch(prompts)
         params = _per_prompt(sampling_params, len(batch))
         runs = [self._prepare(prompt, one) for prompt, one in zip(batch, params, strict=True)]
-        events: queue.SimpleQueue[tuple[_Run, int, TokenDelta | BaseException]]
-        events = queue.SimpleQueue()
+        events: queue.SimpleQueue[tuple[_Run, int, TokenDelta | BaseException]] = (
+            queue.SimpleQueue()
+        )
         try:
             for run in runs:
                 self._submit(run, lambda index, event, run=run: events.put((run, index, event)))
@@ -144,7 +146,7 @@ class LLM:
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield a cumulative output after every step that added tokens, the last one finished.
 
         Leaving the loop early, or cancelling the task, ends the request and frees its pages.
@@ -255,7 +257,7 @@ class LLM:
             def add(core: EngineCore, name: str = name, seed: int = seed) -> None:
                 core.add(name, run.prompt_ids, run.params, seed)
 
-            self._driver.submit(name, lambda event, index=index: push(index, event), add)
+            self._driver.submit(name, functools.partial(push, index), add)
 
     def _take(self, run: _Run, index: int, event: TokenDelta | BaseException) -> None:
         if isinstance(event, BaseException):

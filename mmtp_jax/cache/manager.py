@@ -109,14 +109,14 @@ class CacheManager:
         """Keys over a request's token list, which may grow; they serve all its admissions."""
         return PrefixKeys(tokens, self.page_size)
 
-    def admit(self, keys: PrefixKeys) -> Admission | None:
+    def admit(self, keys: PrefixKeys, *, reuse: bool = True) -> Admission | None:
         """Start a request on the longest reusable prefix of `keys.tokens`; None if out of pages.
 
         At least one token is left to compute. Pages that are hit beyond `computed` are shared all
         the same: that saves pages, and no group writes below its valid length.
         """
         search = PrefixSearch(self.groups, self.pools, self.num_modules, keys)
-        hit = search.run() if self.enable_prefix_caching else PrefixHit()
+        hit = search.run() if self.enable_prefix_caching and reuse else PrefixHit()
         tables = []
         for position, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             restart, num_pages = hit.computed, hit.target_pages

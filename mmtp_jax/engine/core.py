@@ -35,6 +35,9 @@ from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.sampling.sampler import sample
 from mmtp_jax.sampling.state import bias_row, host_row
 
+# Rows per scoring chunk: all their logits of all modules are held at once.
+SCORE_CHUNK = 64
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -170,7 +173,9 @@ class EngineCore:
                 )
         params.validate_for(model.vocab_size, model.eos_token_ids)
         request = Request.create(request_id, prompt_ids, params.max_tokens, self.max_model_len)
-        request.reuses_prefix = collector is None
+        if collector is not None:
+            request.reuses_prefix = False
+            request.max_chunk = max(SCORE_CHUNK, self.num_speculative_tokens)
         self.scheduler.add(request)
         stop_ids = params.stop_ids(model.eos_token_ids)
         self._live[request_id] = _Live(
@@ -204,7 +209,7 @@ class EngineCore:
         live = tuple(self._live[row.request.request_id] for row in scheduled.requests)
         bucket = self.programs.buckets[scheduled.bucket]
         plan = empty_plan(bucket, self.config.max_num_seqs)
-        entries = []
+        entries: list[tuple[int, int, int, int]] = []
         for index, row in enumerate(scheduled.requests):
             plan.slot[index] = row.slot
             plan.rows[index] = row.num_rows

@@ -1,11 +1,14 @@
-"""What one step is told and what it answers: a few small arrays each way."""
+"""What one step is told and what it answers: a few small arrays each way.
+
+Fields of the plan are NumPy arrays on the host and traced in the step (`Any`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 
@@ -18,11 +21,11 @@ class StepPlan:
     page (slot = R: none). `logprobs` says whether any request of the step wants them.
     """
 
-    slot: Int32[Array | np.ndarray, " B"]
-    rows: Int32[Array | np.ndarray, " B"]
-    capacity: Int32[Array | np.ndarray, " B"]
-    entries: Int32[Array | np.ndarray, "X 4"]
-    logprobs: Bool[Array | np.ndarray, ""]
+    slot: Int32[Any, " B"]
+    rows: Int32[Any, " B"]
+    capacity: Int32[Any, " B"]
+    entries: Int32[Any, "X 4"]
+    logprobs: Bool[Any, ""]
 
 
 @jax.tree_util.register_dataclass

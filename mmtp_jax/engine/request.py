@@ -34,7 +34,8 @@ class Request:
     `tokens` holds the prompt and the output read so far; `computed` counts the positions known to
     hold cache entries. During prefill both are exact for steps in flight too; once a step in flight
     samples, the device may be ahead by up to that step's rows. `incarnation` changes at every
-    preemption: output of an earlier one is dropped.
+    preemption: output of an earlier one is dropped. `reuses_prefix` False computes every position,
+    `max_chunk` bounds the rows of its prefill chunks.
     """
 
     request_id: str
@@ -49,6 +50,8 @@ class Request:
     computed: int = 0
     prefill_end: int = 0
     num_cached_tokens: int = 0
+    reuses_prefix: bool = True
+    max_chunk: int | None = None
     in_flight: deque[InFlight] = field(default_factory=deque)
     keys: PrefixKeys | None = None
     tables: PageTables | None = None

@@ -251,6 +251,8 @@ class Scheduler:
             chunk = min(request.prefill_end - request.max_computed, budget)
             if self.config.max_chunk is not None:
                 chunk = min(chunk, self.config.max_chunk)
+            if request.max_chunk is not None:
+                chunk = min(chunk, request.max_chunk)
             if chunk > 0 and self._chunk_policy is not None:
                 chunk = self._chunk_policy(request, chunk)
             num_rows = chunk
@@ -291,7 +293,7 @@ class Scheduler:
         assert request.keys is not None
         if plan.budget < max(self.cache.num_modules, 1):
             return False
-        admission = self.cache.admit(request.keys)
+        admission = self.cache.admit(request.keys, reuse=request.reuses_prefix)
         if admission is None:
             return False
         request.start(self._free_slots[0], admission)

@@ -23,7 +23,7 @@ def cache_budget(config: CacheConfig) -> int:
     limit = stats.get("bytes_limit")
     if jax.default_backend() == "cpu" or limit is None:
         return CPU_CACHE_BYTES
-    return max(int(limit * config.memory_fraction) - stats.get("bytes_in_use", 0), 0)
+    return max(int(limit * config.memory_fraction) - int(stats.get("bytes_in_use", 0)), 0)
 
 
 def cache_groups(

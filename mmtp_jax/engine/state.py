@@ -8,6 +8,7 @@ hidden states of the last `lag` computed positions, newest last.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +47,12 @@ class AdmissionArrays:
     limit.
     """
 
-    numbers: Int32[Array | np.ndarray, " 6"]
-    tokens: Int32[Array | np.ndarray, " L"]
-    tables: tuple[Int32[Array | np.ndarray, " MP"], ...]
-    copy_source: Int32[Array | np.ndarray, " G"]
-    copy_target: Int32[Array | np.ndarray, " G"]
-    sampling: Int32[Array | np.ndarray, " C"]
+    numbers: Int32[Any, " 6"]
+    tokens: Int32[Any, " L"]
+    tables: tuple[Int32[Any, " MP"], ...]
+    copy_source: Int32[Any, " G"]
+    copy_target: Int32[Any, " G"]
+    sampling: Int32[Any, " C"]
 
 
 def initial_state(

@@ -136,7 +136,7 @@ def step(
         verdict = verify(draws, drafted, num_draws, params_of(state.sampling, slot).stop_ids)
         logprob_output = _logprobs(logits, drawn, plan.logprobs, packed)
 
-        emitted = verdict.count
+        emitted = verdict.num_emitted
         new_length = length + emitted
         new_computed = jnp.where(emitted > 0, new_length - 1, computed + count)
         ended = verdict.stopped | ((emitted > 0) & (new_length >= state.limit[row]))

@@ -17,7 +17,7 @@ from mmtp_jax.models.layout import CacheLayout, cache_layout
 from mmtp_jax.models.mtp import MTPStack, runs
 from mmtp_jax.models.transformer import Transformer
 
-Params = nnx.State
+type Params = nnx.State[Any, Any]
 
 
 class Model(nnx.Module):
@@ -56,13 +56,13 @@ def flat_names(config: ModelConfig, params: Params) -> dict[tuple[Any, ...], lis
     """
     names = {}
     for path, _ in nnx.to_flat_state(params):
-        part, rest = path[0], path[1:]
+        part, *rest = map(str, path)
         if part == "target":
-            names[path] = [".".join(map(str, rest))]
+            names[path] = [".".join(rest)]
         else:
             assert config.mtp is not None
-            first, count = runs(config.mtp)[rest[1]]
-            tail = ".".join(map(str, rest[2:]))
+            first, count = runs(config.mtp)[int(rest[1])]
+            tail = ".".join(rest[2:])
             names[path] = [f"mtp.{module}.{tail}" for module in range(first, first + count)]
     return names
 

@@ -9,6 +9,7 @@ serves decode, rejection, chunk boundaries, prefix hits and resumption.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -95,7 +96,7 @@ def catch_up(
         depth = jnp.arange(count, dtype=jnp.int32)
         with jax.named_scope(f"mtp_{first}_to_{first + count - 1}"):
             carry, output = jax.lax.scan(
-                lambda carry, inputs, run=run: module_step(run, carry, inputs),
+                functools.partial(module_step, run),
                 carry,
                 (params, depth, first + depth),
                 unroll=count if unroll else 1,

@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Int32
 
 
 class Verdict(NamedTuple):
-    """`count` tokens are emitted; `stopped` says the last one is a stop token."""
+    """`num_emitted` tokens are emitted; `stopped` says the last one is a stop token."""
 
-    count: Int32[Array, " B"]
+    num_emitted: Int32[Array, " B"]
     stopped: Bool[Array, " B"]
 
 
@@ -36,6 +36,6 @@ def verify(
     stops &= column < num_draws[:, None]
     goes_on = has_draft & (draws == drafts) & ~stops
     accepted = jnp.sum(jnp.cumprod(goes_on, axis=1, dtype=jnp.int32), axis=1)
-    count = jnp.where(num_draws > 0, accepted + 1, 0)
+    num_emitted = jnp.where(num_draws > 0, accepted + 1, 0)
     stopped = jnp.take_along_axis(stops, jnp.minimum(accepted, draws.shape[1] - 1)[:, None], axis=1)
-    return Verdict(count, stopped[:, 0] & (num_draws > 0))
+    return Verdict(num_emitted, stopped[:, 0] & (num_draws > 0))

@@ -1,8 +1,8 @@
 """Runs an engine core step by step and checks every cache entry on the device against the oracle.
 
 After each step, for every running request, module and group: entries that should be exact equal a
-teacher-forced recomputation; drafts equal fresh ones; free pages are filled with NaN; published pages
-and the null page do not change. A script can force how many drafts each step accepts.
+teacher-forced recomputation; drafts equal fresh ones; free pages are filled with NaN; published
+pages and the null page do not change. A script can force how many drafts each step accepts.
 """
 
 from __future__ import annotations

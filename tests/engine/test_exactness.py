@@ -1,4 +1,5 @@
-"""Every module's cache entry and every draft equals a teacher-forced recomputation, whatever happened.
+"""Every module's cache entry and every draft equals a teacher-forced recomputation, whatever
+happened.
 
 Invariants 1-10 of the exactness rules: any accepted count and any k <= N in any step, prompts of
 1..N+2 tokens, any chunking, neighbours, slot reuse, prefix hits, preemption, NaN in free pages.
@@ -119,7 +120,9 @@ def test_prefix_hits_equal_cold_prefill(name: str, page_size: int) -> None:
 def test_third_request_continues_second_past_the_page_where_it_left_the_first(
     name: str, page_size: int
 ) -> None:
-    """With keys over the page's tokens alone the third request finds the first one's module page."""
+    """With keys over the page's tokens alone the third request finds the first one's module
+    page.
+    """
     engine = fresh(name, scripted=False, page_size=page_size)
     a = prompt(14)
     b = a[:page_size] + [(token + 1) % VOCAB for token in a[page_size:]]
