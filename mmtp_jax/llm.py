@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
 import queue
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import reprlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from mmtp_jax.config import CacheConfig, EngineConfig, SpeculativeConfig, require
 from mmtp_jax.engine.core import EngineCore, TokenDelta
-from mmtp_jax.engine.driver import EngineDriver
+from mmtp_jax.engine.driver import EngineDriver, Submission
 from mmtp_jax.engine.programs import enable_compilation_cache
 from mmtp_jax.loader import LoadedModel, load_model
 from mmtp_jax.outputs import RequestOutput, Sample
@@ -26,6 +29,7 @@ from mmtp_jax.weights.resolve import cache_directory
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+Event = TokenDelta | BaseException
 
 
 class LLM:
@@ -104,25 +108,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt (text or token ids); results in the order of the prompts.
 
-        Raises ValueError for a prompt that cannot run (nothing is started then).
+        Raises ValueError if a prompt or its parameters cannot run; nothing is started then.
         """
         batch = _as_batch(prompts)
         params = _per_prompt(sampling_params, len(batch))
         runs = [self._prepare(prompt, one) for prompt, one in zip(batch, params, strict=True)]
-        events: queue.SimpleQueue[tuple[_Run, int, TokenDelta | BaseException]] = (
-            queue.SimpleQueue()
-        )
+        events: queue.SimpleQueue[tuple[_Run, int, Event]] = queue.SimpleQueue()
         try:
-            for run in runs:
-                self._submit(run, lambda index, event, run=run: events.put((run, index, event)))
-            open_runs = len(runs)
+            self._submit(runs, lambda *event: events.put(event)).result()
+            unfinished = len(runs)
             with GenerationBar(len(runs), visible=progress) as bar:
-                while open_runs:
-                    run, index, event = events.get()
-                    self._take(run, index, event)
-                    finished = run.finished
-                    open_runs -= finished
-                    bar.update(self.core.stats.tokens_per_step, finished)
+                while unfinished:
+                    ended = self._take(*events.get())
+                    unfinished -= ended
+                    bar.update(self.core.stats.tokens_per_step, ended)
         finally:
             for run in runs:
                 self._abort(run)
@@ -136,38 +135,42 @@ class LLM:
         progress: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        """Answer one conversation or a list of them through the model's chat template.
+
+        Raises ValueError as `generate` does, and `ChatTemplateError` (also one) if the model has no
+        chat template or it refuses the messages.
+        """
+        variables = chat_template_kwargs or {}
         prompts = [
-            self.tokenizer.chat_ids(list(conversation), **(chat_template_kwargs or {}))  # type: ignore[arg-type]
-            for conversation in conversations
+            self.tokenizer.chat_ids(conversation, **variables)
+            for conversation in _as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, progress=progress)
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a cumulative output after every step that added tokens, the last one finished.
+        """Yield a cumulative output after every step that added tokens (of several steps at once if
+        the caller is slower than the engine), the last one finished.
 
         Leaving the loop early, or cancelling the task, ends the request and frees its pages.
         """
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[tuple[int, TokenDelta | BaseException]] = asyncio.Queue()
+        events: asyncio.Queue[tuple[_Run, int, Event]] = asyncio.Queue()
 
-        def push(index: int, event: TokenDelta | BaseException) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, (index, event))
+        def push(*event: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
         run = self._prepare(prompt, sampling_params or SamplingParams())
         try:
-            await asyncio.to_thread(self._submit, run, push)
+            await asyncio.wrap_future(self._submit([run], push))
             while not run.finished:
-                self._take(run, *(await events.get()))
+                self._take(*(await events.get()))
                 while not events.empty():
-                    self._take(run, *events.get_nowait())
+                    self._take(*events.get_nowait())
                 yield run.output()
         finally:
-            # Not awaited: a cancelled task must still end its request.
             self._abort(run)
 
     def score(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
@@ -177,17 +180,17 @@ class LLM:
         float32 [N, T, V]: row t of module m predicts token t+2+m and is valid for t <= T-2-m;
         later rows are NaN.
         """
-        scorer = Scorer(len(token_ids), self.model_config)
+        prompt = _checked_ids(token_ids)
+        scorer = Scorer(len(prompt), self.model_config)
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         request_id = f"score-{next(self._ids)}"
-        events: queue.SimpleQueue[TokenDelta | BaseException] = queue.SimpleQueue()
-        prompt = _checked_ids(token_ids)
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+        def add(core: EngineCore) -> None:
+            core.add(request_id, prompt, params, 0, collector=scorer.collect)
+
         try:
-            self._driver.submit(
-                request_id,
-                events.put,
-                lambda core: core.add(request_id, prompt, params, 0, collector=scorer.collect),
-            )
+            self._driver.submit([Submission(request_id, add, events.put)]).result()
             event = events.get()
             if isinstance(event, BaseException):
                 raise event
@@ -225,14 +228,11 @@ class LLM:
 
     def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Run:
         text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = _checked_ids(prompt)
-            require(
-                not params.stop or self._tokenizer is not None,
-                "stop strings need a tokenizer, and this model has none: use stop_token_ids",
-            )
+        ids = _checked_ids(prompt) if text is None else self.tokenizer.encode(text)
+        require(
+            not params.stop or self._tokenizer is not None,
+            "stop strings need a tokenizer, and this model has none: use stop_token_ids",
+        )
         seed = self.config.seed * 1_000_003 + next(self._seeds)
         if params.seed is not None:
             seed = params.seed
@@ -249,22 +249,34 @@ class LLM:
         names = [f"{next(self._ids)}" for _ in samples]
         return _Run(text, ids, params, seed, samples, names)
 
-    def _submit(self, run: _Run, push: Any) -> None:
-        for index, name in enumerate(run.names):
-            # Samples of one prompt are independent: their noise is keyed by different seeds.
-            seed = run.seed + index * 0x9E3779B1
+    def _submit(
+        self, runs: Sequence[_Run], push: Callable[[_Run, int, Event], None]
+    ) -> Future[None]:
+        """Start every sample of `runs`, or nothing; `push` gets (run, sample index, event)."""
+        submissions = []
+        for run in runs:
+            for index, name in enumerate(run.names):
+                # Samples of one prompt are independent: their noise is keyed by different seeds.
+                seed = run.seed + index * 0x9E3779B1
 
-            def add(core: EngineCore, name: str = name, seed: int = seed) -> None:
-                core.add(name, run.prompt_ids, run.params, seed)
+                def add(
+                    core: EngineCore, run: _Run = run, name: str = name, seed: int = seed
+                ) -> None:
+                    core.add(name, run.prompt_ids, run.params, seed)
 
-            self._driver.submit(name, functools.partial(push, index), add)
+                submissions.append(Submission(name, add, functools.partial(push, run, index)))
+        return self._driver.submit(submissions)
 
-    def _take(self, run: _Run, index: int, event: TokenDelta | BaseException) -> None:
+    def _take(self, run: _Run, index: int, event: Event) -> bool:
+        """Add an event to its sample; True if that finished the run."""
         if isinstance(event, BaseException):
             raise event
         sample = run.samples[index]
-        if sample.finish_reason is None and sample.take(event):
+        if sample.finish_reason is not None:
+            return False  # from a step that was in flight when a stop string ended the sample
+        if sample.take(event):
             self._driver.finish(run.names[index], "stop")
+        return run.finished
 
     def _abort(self, run: _Run) -> None:
         for sample, name in zip(run.samples, run.names, strict=True):
@@ -316,12 +328,38 @@ def engine_config(
     return EngineConfig(model=str(model), cache=cache, speculative=speculative, **options)
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_batch(prompts: object) -> list[Prompt]:
+    """One prompt or several as a list; `ConfigError` if they are anything else."""
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) and all(isinstance(token, (int, np.integer)) for token in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    require(
+        isinstance(prompts, Sequence) and not isinstance(prompts, bytes),
+        f"prompts must be a string, a list of token ids or a list of these,"
+        f" got {reprlib.repr(prompts)}",
+    )
+    assert isinstance(prompts, Sequence)
+    if prompts and not any(isinstance(prompt, Sequence) for prompt in prompts):
+        return [_checked_ids(prompts)]
+    return [prompt if isinstance(prompt, str) else _checked_ids(prompt) for prompt in prompts]
+
+
+def _as_conversations(messages: object) -> list[Messages]:
+    """One conversation or several as a list; `ConfigError` if they are anything else."""
+    require(
+        isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)),
+        f"messages must be a list of messages or a list of such lists,"
+        f" got {reprlib.repr(messages)}",
+    )
+    assert isinstance(messages, Sequence)
+    conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    for conversation in conversations:
+        require(
+            isinstance(conversation, Sequence)
+            and all(isinstance(message, Mapping) for message in conversation),
+            'a message must be a mapping such as {"role": "user", "content": "Hello"},'
+            f" got {reprlib.repr(conversation)}",
+        )
+    return list(conversations)
 
 
 def _per_prompt(
@@ -331,15 +369,22 @@ def _per_prompt(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    require(
+        isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params),
+        f"sampling_params must be SamplingParams or a list of them, got {reprlib.repr(params)}",
+    )
     require(len(params) == count, f"{len(params)} sampling_params for {count} prompts")
     return list(params)
 
 
-def _checked_ids(prompt: Sequence[int]) -> list[int]:
+def _checked_ids(prompt: object) -> list[int]:
     require(
-        all(
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, (str, bytes))
+        and all(
             isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in prompt
         ),
-        "a prompt must be a string or a list of token ids",
+        f"a prompt must be a string or a list of token ids, got {reprlib.repr(prompt)}",
     )
+    assert isinstance(prompt, Sequence)
     return [int(token) for token in prompt]

@@ -6,6 +6,7 @@ same token as without speculation.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,9 +18,10 @@ from mmtp_jax.tokenizer import IncrementalDecoder, Tokenizer
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One sample. `text` and `token_ids` are cumulative, `new_text`/`new_token_ids` what the
-    last step added. A stop token is in `token_ids` but not in `text`. `stop_reason` is the stop
-    string or stop token id that ended it (None for the model's own end-of-sequence token).
+    """One sample. `text` and `token_ids` are cumulative, `new_text`/`new_token_ids` what came since
+    the previous output of the same stream. A stop token is in `token_ids` but not in `text`.
+    `stop_reason` is the stop string or stop token id that ended it (None for the model's own
+    end-of-sequence token). Drafts at and past the token that ended it do not count in `acceptance`.
     """
 
     index: int
@@ -98,7 +100,7 @@ class Sample:
         self._stop = tuple(self.params.stop or ())
         self._released = 0  # characters handed out so far
         self._searchable = 0  # a stop string may not begin before this character
-        self._new_tokens: tuple[int, ...] = ()
+        self._num_reported = 0  # tokens handed out so far
 
     def take(self, delta: TokenDelta) -> bool:
         """Add a step's tokens; True if a stop string ended the sample, which the engine cannot
@@ -106,23 +108,20 @@ class Sample:
         """
         self.num_steps += 1
         self.num_cached_tokens = delta.num_cached_tokens
-        reason, taken = delta.finish_reason, 0
-        last = len(delta.token_ids) - 1
-        for position, token in enumerate(delta.token_ids):
-            self.token_ids.append(token)
+        reason, taken, by_string = delta.finish_reason, 0, False
+        for token in delta.token_ids:
             if delta.logprobs is not None:
-                self.logprobs.append(delta.logprobs[position])
+                self.logprobs.append(delta.logprobs[taken])
+            self.token_ids.append(token)
             taken += 1
-            if reason == "stop" and position == last:
+            if delta.finish_reason == "stop" and taken == len(delta.token_ids):
                 self._end_at_stop_token(token)
             elif self._push(token):
-                reason = "stop"
+                reason, by_string = "stop", True
                 break
-        self._new_tokens = delta.token_ids[:taken]
         self.finish_reason = reason
         if reason == "length" and self._decoder is not None:
             self.text += self._decoder.finish()
-        by_string = reason == "stop" and delta.finish_reason != "stop"
         kept = min(delta.accepted, taken - 1)
         self.acceptance.count(min(delta.drafted, kept) if by_string else delta.drafted, kept)
         return by_string and delta.finish_reason is None
@@ -133,6 +132,7 @@ class Sample:
         if self.finish_reason is None and self._stop:
             end = max(self._released, end - self._held_back())
         new_text, self._released = self.text[self._released : end], end
+        new_tokens, self._num_reported = self.token_ids[self._num_reported :], len(self.token_ids)
         return CompletionOutput(
             index=self.index,
             text=self.text[:end],
@@ -140,20 +140,21 @@ class Sample:
             logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            acceptance=self.acceptance,
+            acceptance=copy.deepcopy(self.acceptance),
             num_steps=self.num_steps,
             new_text=new_text,
-            new_token_ids=self._new_tokens,
+            new_token_ids=tuple(new_tokens),
         )
 
     def _end_at_stop_token(self, token: int) -> None:
+        models_own = token in self.eos_token_ids and not self.params.ignore_eos
+        if not models_own:
+            self.stop_reason = token
         if self._decoder is None:
             return
-        if self.params.include_stop_str_in_output and token not in self.eos_token_ids:
+        if self.params.include_stop_str_in_output and not models_own:
             self.text += self._decoder.push([token])
         self.text += self._decoder.finish()
-        if token not in self.eos_token_ids:
-            self.stop_reason = token
 
     def _push(self, token: int) -> bool:
         """Add a token's text; True (and the text is cut) if a stop string is complete."""

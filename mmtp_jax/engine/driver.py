@@ -1,18 +1,21 @@
 """Runs an engine core on a thread of its own; any thread may submit, end or inspect requests.
 
-Calls from other threads are executed between steps, so the core needs no locks. An exception in a
-step reaches every open request and every later call.
+Calls from other threads are executed in order between steps, so the core needs no locks. An
+exception in a step reaches every open request and every later call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from mmtp_jax.engine.core import EngineCore, TokenDelta
+from mmtp_jax.engine.request import FinishReason
 
 Sink = Callable[[TokenDelta | BaseException], None]
 
@@ -21,53 +24,86 @@ class EngineDead(RuntimeError):
     """The engine's thread ended; the cause is chained."""
 
 
+@dataclass(frozen=True)
+class Submission:
+    """A request to come: `add` queues it in the core, `sink` gets its deltas on the engine's thread
+    until one has a finish reason, or the exception that ended the engine. A sink must not raise.
+    """
+
+    request_id: str
+    add: Callable[[EngineCore], None]
+    sink: Sink
+
+
 class EngineDriver:
     """Owns the core. `call` runs a function of the core between steps and returns its result."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._calls: queue.SimpleQueue[tuple[Callable[[EngineCore], Any], Future[Any]] | None]
+        # A function without a future must not fail: its exception is the engine's end.
+        self._calls: queue.SimpleQueue[
+            tuple[Callable[[EngineCore], Any], Future[Any] | None] | None
+        ]
         self._calls = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
         self._error: BaseException | None = None
         self._closed = False
+        self._closing = threading.Lock()  # no call is queued once the thread stopped reading
         self._thread = threading.Thread(target=self._run, name="mmtp-engine", daemon=True)
         self._thread.start()
 
     def call[T](self, function: Callable[[EngineCore], T]) -> T:
         """Run `function(core)` on the engine's thread; its exceptions are raised here."""
-        if self._closed or self._error is not None:
-            raise EngineDead("the engine has stopped") from self._error
         future: Future[T] = Future()
-        self._calls.put((function, future))
+        self._queue(function, future)
         return future.result()
 
-    def submit(self, request_id: str, sink: Sink, add: Callable[[EngineCore], None]) -> None:
-        """Add a request; `sink` gets its deltas (on the engine's thread) until one has a reason."""
+    def submit(self, submissions: Sequence[Submission]) -> Future[None]:
+        """Add requests between two steps: all of them, or none if one is refused.
+
+        The future holds the exception that refused it. `EngineDead` is raised at once.
+        """
 
         def start(core: EngineCore) -> None:
-            add(core)
-            self._sinks[request_id] = sink
+            added: list[str] = []
+            try:
+                for submission in submissions:
+                    submission.add(core)
+                    added.append(submission.request_id)
+            except Exception:
+                for request_id in added:
+                    core.finish(request_id)
+                raise
+            self._sinks.update((each.request_id, each.sink) for each in submissions)
 
-        self.call(start)
+        future: Future[None] = Future()
+        self._queue(start, future)
+        return future
 
-    def finish(self, request_id: str, reason: Any = "abort") -> None:
-        """End a request (nothing happens if it ended already). Safe on the engine's thread."""
-        if threading.current_thread() is self._thread:
-            self._finish(self._core, request_id, reason)
-        elif not self._closed and self._error is None:
-            self.call(lambda core: self._finish(core, request_id, reason))
+    def finish(self, request_id: str, reason: FinishReason = "abort") -> None:
+        """End a request before the next step, without waiting for it; nothing happens if it ended
+        already. Everything asked for before it, from the same thread, is done first.
+        """
+
+        def end(core: EngineCore) -> None:
+            core.finish(request_id, reason)
+            self._sinks.pop(request_id, None)
+
+        with contextlib.suppress(EngineDead):
+            self._queue(end, None)
 
     def close(self) -> None:
         """Stop the thread; open requests get an `EngineDead`."""
-        if not self._closed:
+        with self._closing:
             self._closed = True
             self._calls.put(None)
-            self._thread.join()
+        self._thread.join()
 
-    def _finish(self, core: EngineCore, request_id: str, reason: Any) -> None:
-        core.finish(request_id, reason)
-        self._sinks.pop(request_id, None)
+    def _queue(self, function: Callable[[EngineCore], Any], future: Future[Any] | None) -> None:
+        with self._closing:
+            if self._closed:
+                raise EngineDead("the engine has stopped") from self._error
+            self._calls.put((function, future))
 
     def _run(self) -> None:
         try:
@@ -93,20 +129,27 @@ class EngineDriver:
             if item is None:
                 return False
             function, future = item
-            try:
-                future.set_result(function(self._core))
-            except Exception as error:
-                future.set_exception(error)
+            if future is None:
+                function(self._core)
+            elif future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(self._core))
+                except Exception as error:
+                    future.set_exception(error)
             wait = False
 
     def _fail_everything(self) -> None:
         dead = EngineDead("the engine has stopped")
         dead.__cause__ = self._error
-        self._closed = True
-        for sink in list(self._sinks.values()):
+        with self._closing:
+            self._closed = True
+        for sink in self._sinks.values():
             sink(dead)
         self._sinks.clear()
         while not self._calls.empty():
             item = self._calls.get()
-            if item is not None:
-                item[1].set_exception(dead)
+            if item is None:
+                continue
+            _, future = item
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(dead)
