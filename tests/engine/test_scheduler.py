@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from cache.symbolic_device import STOP_TOKEN, VOCABULARY, Language, SymbolicDevice
@@ -11,7 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from mmtp_jax.cache.manager import CacheGroup, CacheManager
+from mmtp_jax.cache import manager, prefix
+from mmtp_jax.cache.keys import PageKey, PrefixKeys
+from mmtp_jax.cache.manager import CacheGroup, CacheManager, PageTables
+from mmtp_jax.cache.prefix import PrefixSearch
 from mmtp_jax.config import ConfigError
 from mmtp_jax.engine.request import FinishReason, Request, RequestStatus
 from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig, StepResult
@@ -222,6 +226,69 @@ def test_random_load_reaches_the_hard_cases() -> None:
         copies += server.device.num_copies
     assert preemptions > 20 and copies > 20
     assert reasons == {"stop", "length", "abort"}
+
+
+def find_modules_by_plain_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (manager, prefix):
+        monkeypatch.setattr(module, "page_key", lambda group, keys, index, n: keys.target(index))
+
+
+def publish_one_module_position_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish, page_key = CacheManager.publish, prefix.page_key
+
+    def key(group: CacheGroup, keys: PrefixKeys, index: int, n: int) -> PageKey:
+        if group.owner == "target":
+            return page_key(group, keys, index, n)
+        return PageKey(keys.prefix(index), keys.lookahead(index, n))
+
+    for module in (manager, prefix):
+        monkeypatch.setattr(module, "page_key", key)
+    monkeypatch.setattr(CacheManager, "publish", lambda *args: publish(*args[:3], args[3] + 1))
+
+
+def share_the_copy_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(cache: CacheManager, tables: PageTables, sources: dict[int, int]) -> tuple[()]:
+        for group, source in sources.items():
+            cache.pools[group].acquire(source)
+            tables.groups[group].pages.append(source)
+        return ()
+
+    monkeypatch.setattr(CacheManager, "_copy_partial_page", copy)
+
+
+def retire_what_modules_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CacheManager, "_reach", lambda cache, group, window: window - 1)
+
+
+def restart_after_the_module_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restart(search: PrefixSearch, target_pages: int, exact: int) -> int:
+        return min(target_pages * search.keys.page_size, len(search.keys.tokens) - 1)
+
+    monkeypatch.setattr(PrefixSearch, "_restart", restart)
+
+
+def reserve_for_known_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Request, "max_computed", property(lambda request: request.computed))
+
+
+@pytest.mark.parametrize(
+    "break_rule",
+    [
+        find_modules_by_plain_keys,
+        publish_one_module_position_early,
+        share_the_copy_source,
+        retire_what_modules_rewrite,
+        restart_after_the_module_hit,
+        reserve_for_known_positions_only,
+    ],
+)
+def test_the_simulation_notices_a_broken_rule(
+    break_rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_rule(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        for seed in range(30):
+            run_random(seed)
 
 
 class ServerMachine(RuleBasedStateMachine):
