@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import queue
-import reprlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -22,13 +21,19 @@ from mmtp_jax.engine.programs import enable_compilation_cache
 from mmtp_jax.loader import LoadedModel, load_model
 from mmtp_jax.outputs import RequestOutput, Sample
 from mmtp_jax.progress import CompileBar, GenerationBar
+from mmtp_jax.prompts import (
+    Messages,
+    Prompt,
+    as_batch,
+    as_conversations,
+    checked_ids,
+    per_prompt,
+)
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.scoring import Scorer
 from mmtp_jax.tokenizer import Tokenizer
 from mmtp_jax.weights.resolve import cache_directory
 
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 Event = TokenDelta | BaseException
 
 
@@ -110,8 +115,8 @@ class LLM:
 
         Raises ValueError if a prompt or its parameters cannot run; nothing is started then.
         """
-        batch = _as_batch(prompts)
-        params = _per_prompt(sampling_params, len(batch))
+        batch = as_batch(prompts)
+        params = per_prompt(sampling_params, len(batch))
         runs = [self._prepare(prompt, one) for prompt, one in zip(batch, params, strict=True)]
         events: queue.SimpleQueue[tuple[_Run, int, Event]] = queue.SimpleQueue()
         try:
@@ -143,7 +148,7 @@ class LLM:
         variables = chat_template_kwargs or {}
         prompts = [
             self.tokenizer.chat_ids(conversation, **variables)
-            for conversation in _as_conversations(messages)
+            for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, progress=progress)
 
@@ -180,7 +185,7 @@ class LLM:
         float32 [N, T, V]: row t of module m predicts token t+2+m and is valid for t <= T-2-m;
         later rows are NaN.
         """
-        prompt = _checked_ids(token_ids)
+        prompt = checked_ids(token_ids)
         scorer = Scorer(len(prompt), self.model_config)
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         request_id = f"score-{next(self._ids)}"
@@ -228,7 +233,7 @@ class LLM:
 
     def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Run:
         text = prompt if isinstance(prompt, str) else None
-        ids = _checked_ids(prompt) if text is None else self.tokenizer.encode(text)
+        ids = checked_ids(prompt) if text is None else self.tokenizer.encode(text)
         require(
             not params.stop or self._tokenizer is not None,
             "stop strings need a tokenizer, and this model has none: use stop_token_ids",
@@ -326,65 +331,3 @@ def engine_config(
             require(name in known, f"there is no speculative_config field {name!r}")
         speculative = SpeculativeConfig(**speculative)
     return EngineConfig(model=str(model), cache=cache, speculative=speculative, **options)
-
-
-def _as_batch(prompts: object) -> list[Prompt]:
-    """One prompt or several as a list; `ConfigError` if they are anything else."""
-    if isinstance(prompts, str):
-        return [prompts]
-    require(
-        isinstance(prompts, Sequence) and not isinstance(prompts, bytes),
-        f"prompts must be a string, a list of token ids or a list of these,"
-        f" got {reprlib.repr(prompts)}",
-    )
-    assert isinstance(prompts, Sequence)
-    if prompts and not any(isinstance(prompt, Sequence) for prompt in prompts):
-        return [_checked_ids(prompts)]
-    return [prompt if isinstance(prompt, str) else _checked_ids(prompt) for prompt in prompts]
-
-
-def _as_conversations(messages: object) -> list[Messages]:
-    """One conversation or several as a list; `ConfigError` if they are anything else."""
-    require(
-        isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)),
-        f"messages must be a list of messages or a list of such lists,"
-        f" got {reprlib.repr(messages)}",
-    )
-    assert isinstance(messages, Sequence)
-    conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-    for conversation in conversations:
-        require(
-            isinstance(conversation, Sequence)
-            and all(isinstance(message, Mapping) for message in conversation),
-            'a message must be a mapping such as {"role": "user", "content": "Hello"},'
-            f" got {reprlib.repr(conversation)}",
-        )
-    return list(conversations)
-
-
-def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    require(
-        isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params),
-        f"sampling_params must be SamplingParams or a list of them, got {reprlib.repr(params)}",
-    )
-    require(len(params) == count, f"{len(params)} sampling_params for {count} prompts")
-    return list(params)
-
-
-def _checked_ids(prompt: object) -> list[int]:
-    require(
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, (str, bytes))
-        and all(
-            isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in prompt
-        ),
-        f"a prompt must be a string or a list of token ids, got {reprlib.repr(prompt)}",
-    )
-    assert isinstance(prompt, Sequence)
-    return [int(token) for token in prompt]
