@@ -54,6 +54,7 @@ class Harness:
         config = EngineConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.budget,
+            row_multiple=self.budget,  # one program: compiling is most of a test's time
             cache=CacheConfig(
                 page_size=self.page_size,
                 num_pages=self.num_pages,
