@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,7 +23,7 @@ class _Bar:
         )
         self._task = self._progress.add_task(description, total=total, note="")
 
-    def __enter__(self) -> Self:
+    def __enter__[B: _Bar](self: B) -> B:
         self._progress.start()
         return self
 
