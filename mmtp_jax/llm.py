@@ -314,7 +314,7 @@ class _Run:
 
 
 def engine_config(
-    model: str, speculative: SpeculativeConfig | Mapping[str, Any] | None, **options: Any
+    model: str, speculative: SpeculativeConfig | Mapping[str, Any] | None, /, **options: Any
 ) -> EngineConfig:
     """An `EngineConfig` from keywords; `ConfigError` names an option that does not exist."""
     cache_fields = {field.name for field in dataclasses.fields(CacheConfig)}
