@@ -123,14 +123,13 @@ def _parser() -> argparse.ArgumentParser:
     help = "0 turns speculation off (default: one for every MTP module of the checkpoint)"
     option(group, "--num-speculative-tokens", type=int, help=help)
 
-    # The default model's card (SmolLM2-135M-Instruct) samples at this temperature and top-p.
     group = parser.add_argument_group("answers")
     text: dict[str, Any] = {"type": _text, "metavar": "TEXT"}
     option(group, "--prompt", **text, help="answer this and exit (default: read prompts)")
     option(group, "--system", **text, help="system message of the conversation")
     option(group, "--max-tokens", type=int, default=512, help="longest answer in tokens")
-    option(group, "--temperature", type=float, default=0.2, help="0 is greedy")
-    option(group, "--top-p", type=float, default=0.9, help="probability mass to sample from")
+    option(group, "--temperature", type=float, default=0.0, help="0 is greedy")
+    option(group, "--top-p", type=float, default=1.0, help="probability mass to sample from")
     help = "complete every prompt as it is (default: answer it as a turn of a chat)"
     group.add_argument("--no-chat-template", dest="chat", action="store_false", help=help)
     return parser

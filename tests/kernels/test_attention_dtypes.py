@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernels.cases import check, make_batch
+from kernels.cases import assert_close, attend, attention_in_float64, check, make_batch
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_bfloat16(window: int | None) -> None:
     check(make_batch(window=window).cast("bfloat16"), window=window)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_scores_are_not_rounded(implementation: str) -> None:
+    """Large scores lose whole units in bfloat16: only the result may be rounded (by 2**-9)."""
+    batch = make_batch().cast("bfloat16")
+    exact = attention_in_float64(batch, scale=8.0)
+    assert_close(attend(batch, implementation, scale=8.0), exact, 4e-3)
 
 
 def test_bfloat16_with_every_option() -> None:
