@@ -49,7 +49,7 @@ def measure(loaded: LoadedModel, core: EngineCore, batch: int, steps: int, promp
     count = WARM_UP_STEPS + steps
     params = SamplingParams(
         temperature=0.0,
-        max_tokens=(count + 4) * (core.num_speculative_tokens + 1),
+        max_tokens=None,
         ignore_eos=True,
     )
     vocab = loaded.graph.config.vocab_size

@@ -17,9 +17,8 @@ from mmtp_jax.engine.sizes import fit_model_len
 from mmtp_jax.models.model import (
     ModelGraph,
     Params,
-    abstract_model,
     assemble,
-    expected_shapes,
+    model_graph,
     random_value,
 )
 from mmtp_jax.tokenizer import Tokenizer, load_tokenizer
@@ -50,10 +49,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     speculative = config.speculative.resolved(checkpoint.config.mtp)
     config = dataclasses.replace(config, speculative=speculative)
     model = model_for(config, checkpoint.config)
-    graph, abstract = abstract_model(model)
+    graph = model_graph(model)
     dtype = parameter_dtype(config.dtype)
     max_model_len = _max_model_len(config, graph, dtype)
-    params = _parameters(config, checkpoint, model, abstract, dtype)
+    params = _parameters(config, checkpoint, graph, dtype)
     tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     return LoadedModel(config, graph, params, tokenizer, max_model_len)
 
@@ -105,14 +104,14 @@ def _max_model_len(config: EngineConfig, graph: ModelGraph, dtype: np.dtype) -> 
 def _parameters(
     config: EngineConfig,
     checkpoint: Checkpoint,
-    model: ModelConfig,
-    abstract: Params,
+    graph: ModelGraph,
     dtype: np.dtype,
 ) -> Params:
-    random = random_value(abstract, model, config.seed, dtype)
+    model = graph.config
+    random = random_value(graph, config.seed, dtype)
     if config.load_format == "dummy":
-        return assemble(model, abstract, random)
-    shapes = expected_shapes(model, abstract)
+        return assemble(graph, random)
+    shapes = graph.shapes()
     random_modules = config.speculative.load_format == "dummy"
     if random_modules:
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
@@ -121,6 +120,4 @@ def _parameters(
         loaded_config = model
     loaded = load_parameters(checkpoint, loaded_config, shapes, dtype)
     # pop: each host array is dropped as soon as the device has it.
-    return assemble(
-        model, abstract, lambda name: loaded.pop(name) if name in loaded else random(name)
-    )
+    return assemble(graph, lambda name: loaded.pop(name) if name in loaded else random(name))

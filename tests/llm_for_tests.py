@@ -14,13 +14,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from models_for_tests import tiny_config, tiny_tensors, write_tiny_llama
 from oracle import Oracle
 
 from mmtp_jax.llm import LLM, engine_config
 from mmtp_jax.loader import LoadedModel, load_model
-from mmtp_jax.models.model import flat_names
 
 MODULES = 3
 VOCAB = 64
@@ -96,12 +94,10 @@ def checkpoint_values() -> dict[str, np.ndarray]:
 
 def parameters(loaded: LoadedModel) -> dict[str, np.ndarray]:
     """The parameters of a loaded model by name, in float32."""
-    names = flat_names(loaded.graph.config, loaded.params)
     values: dict[str, np.ndarray] = {}
-    for path, leaf in nnx.to_flat_state(loaded.params):
-        array = np.asarray(leaf[...].astype(jnp.float32))
-        stacked = array if path[0] == "mtp" else array[None]
-        values |= dict(zip(names[path], stacked, strict=True))
+    for leaf, param in zip(loaded.graph.leaves(), loaded.params, strict=True):
+        array = np.asarray(param.astype(jnp.float32))
+        values |= dict(zip(leaf.names, array if leaf.stacked else array[None], strict=True))
     return values
 
 

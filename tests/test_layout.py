@@ -36,6 +36,7 @@ HOST_ONLY = (
     "mmtp_jax.cache.keys",
     "mmtp_jax.cache.pool",
     "mmtp_jax.cache.manager",
+    "mmtp_jax.cache.prefix",
     "mmtp_jax.engine.request",
     "mmtp_jax.engine.scheduler",
     "mmtp_jax.sampling.params",

@@ -17,7 +17,9 @@ from mmtp_jax.models.layout import CacheLayout, cache_layout
 from mmtp_jax.models.mtp import MTPStack, runs
 from mmtp_jax.models.transformer import Transformer
 
-type Params = nnx.State[Any, Any]
+# The parameters in the graph's order. A flat tuple: flattening hundreds of nnx variables costs
+# milliseconds of Python in every call of a compiled program.
+type Params = tuple[jax.Array, ...]
 
 
 class Model(nnx.Module):
@@ -28,86 +30,83 @@ class Model(nnx.Module):
         self.mtp = MTPStack(config) if config.mtp is not None else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ModelGraph:
-    """The static half of a model: what the step needs beside the parameters."""
+    """The static half of a model: module graph, parameter shapes, cache layout."""
 
     config: ModelConfig
     layout: CacheLayout
     graph: nnx.GraphDef[Model]
+    abstract: nnx.State[Any, Any]
 
     def bind(self, params: Params) -> Model:
         """The module tree over (traced) parameters."""
-        return nnx.merge(self.graph, params)
+        structure = jax.tree.structure(self.abstract)
+        return nnx.merge(self.graph, jax.tree.unflatten(structure, params))
+
+    def leaves(self) -> list[Leaf]:
+        """The description of every parameter, in the order of `Params`."""
+        found = []
+        for path, variable in nnx.to_flat_state(self.abstract):
+            part, *rest = map(str, path)
+            if part == "target":
+                names = [".".join(rest)]
+            else:
+                assert self.config.mtp is not None
+                first, count = runs(self.config.mtp)[int(rest[1])]
+                tail = ".".join(rest[2:])
+                names = [f"mtp.{module}.{tail}" for module in range(first, first + count)]
+            metadata = variable.get_metadata()
+            shape = tuple(variable.shape[1:] if part == "mtp" else variable.shape)
+            found.append(
+                Leaf(tuple(names), shape, part == "mtp", metadata["mean"], metadata["std"])
+            )
+        return found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Flat name -> shape of every value a checkpoint has to provide."""
+        return {name: leaf.shape for leaf in self.leaves() for name in leaf.names}
 
 
-def abstract_model(config: ModelConfig) -> tuple[ModelGraph, Params]:
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter: its flat names outside, one per depth if it is stacked over depths
+    ("mtp.0.fuse.kernel", "mtp.1.fuse.kernel", ...), else one ("layers.0.mlp.up.kernel")."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    stacked: bool
+    mean: float
+    std: float
+
+
+def model_graph(config: ModelConfig) -> ModelGraph:
     """Graph and parameter shapes without allocating anything."""
-    model = nnx.eval_shape(lambda: Model(config))
-    graph, params = nnx.split(model)
-    return ModelGraph(config, cache_layout(config), graph), params
-
-
-def flat_names(config: ModelConfig, params: Params) -> dict[tuple[Any, ...], list[str]]:
-    """Parameter path -> the flat names its values are known by outside.
-
-    One name for a target parameter ("layers.0.mlp.up.kernel"); one per depth for a stacked module
-    parameter ("mtp.0.fuse.kernel", "mtp.1.fuse.kernel", ...), in stacking order.
-    """
-    names = {}
-    for path, _ in nnx.to_flat_state(params):
-        part, *rest = map(str, path)
-        if part == "target":
-            names[path] = [".".join(rest)]
-        else:
-            assert config.mtp is not None
-            first, count = runs(config.mtp)[int(rest[1])]
-            tail = ".".join(rest[2:])
-            names[path] = [f"mtp.{module}.{tail}" for module in range(first, first + count)]
-    return names
-
-
-def expected_shapes(config: ModelConfig, params: Params) -> dict[str, tuple[int, ...]]:
-    """Flat name -> shape of every parameter a checkpoint has to provide."""
-    shapes = {}
-    names = flat_names(config, params)
-    for path, leaf in nnx.to_flat_state(params):
-        stacked = path[0] == "mtp"
-        for name in names[path]:
-            shapes[name] = tuple(leaf.shape[1:] if stacked else leaf.shape)
-    return shapes
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Model(config)))
+    return ModelGraph(config, cache_layout(config), graph, abstract)
 
 
 def assemble(
-    config: ModelConfig,
-    params: Params,
+    graph: ModelGraph,
     values: Callable[[str], np.ndarray],
     place: Callable[[np.ndarray], jax.Array] = jnp.asarray,
 ) -> Params:
-    """Fill the abstract tree: `values(name)` gives the array of a flat name, already in its
-    dtype.
-    """
-    names = flat_names(config, params)
+    """All parameters: `values(name)` gives the array of a flat name, already in its dtype."""
     filled = []
-    for path, leaf in nnx.to_flat_state(params):
-        parts = [values(name) for name in names[path]]
-        array = np.stack(parts) if path[0] == "mtp" else parts[0]
-        filled.append((path, leaf.replace(place(array))))
-    return nnx.from_flat_state(filled)
+    for leaf in graph.leaves():
+        parts = [values(name) for name in leaf.names]
+        filled.append(place(np.stack(parts) if leaf.stacked else parts[0]))
+    return tuple(filled)
 
 
-def random_value(
-    params: Params, config: ModelConfig, seed: int, dtype: np.dtype
-) -> Callable[[str], np.ndarray]:
+def random_value(graph: ModelGraph, seed: int, dtype: np.dtype) -> Callable[[str], np.ndarray]:
     """Random values by flat name (`load_format="dummy"`): a function of (seed, name) alone."""
-    names = flat_names(config, params)
-    declared = {name: leaf for path, leaf in nnx.to_flat_state(params) for name in names[path]}
-    shapes = expected_shapes(config, params)
+    declared = {name: leaf for leaf in graph.leaves() for name in leaf.names}
 
     def value(name: str) -> np.ndarray:
+        leaf = declared[name]
         generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        metadata = declared[name].get_metadata()
-        noise = generator.standard_normal(shapes[name], dtype=np.float32)
-        return (metadata["mean"] + metadata["std"] * noise).astype(dtype)
+        noise = generator.standard_normal(leaf.shape, dtype=np.float32)
+        return (leaf.mean + leaf.std * noise).astype(dtype)
 
     return value

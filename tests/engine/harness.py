@@ -18,7 +18,7 @@ from oracle import Oracle, Trace
 from mmtp_jax.config import CacheConfig, EngineConfig, ModelConfig
 from mmtp_jax.engine.core import EngineCore, TokenDelta
 from mmtp_jax.engine.request import Request
-from mmtp_jax.models.model import abstract_model, assemble, random_value
+from mmtp_jax.models.model import assemble, model_graph, random_value
 from mmtp_jax.sampling.params import SamplingParams
 
 TOLERANCE = float(1e-4 if jax.default_backend() == "gpu" else 2e-5)
@@ -61,8 +61,8 @@ class Harness:
                 enable_prefix_caching=self.prefix_caching,
             ),
         )
-        graph, abstract = abstract_model(self.model)
-        values = self.values or random_value(abstract, self.model, 0, np.dtype(np.float32))
+        graph = model_graph(self.model)
+        values = self.values or random_value(graph, 0, np.dtype(np.float32))
         self.oracle = Oracle(self.model, values)
         self.scripts: list[Scripted] = []
         self.failures: list[str] = []
@@ -70,7 +70,7 @@ class Harness:
         self.core = EngineCore(
             config,
             graph,
-            assemble(self.model, abstract, values),
+            assemble(graph, values),
             max_model_len=self.max_model_len,
             chunk_policy=lambda request, limit: self.chunk(request, limit),
             draft_policy=lambda request: (
