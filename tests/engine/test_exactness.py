@@ -125,7 +125,7 @@ def test_third_request_continues_second_past_the_page_where_it_left_the_first(
     """
     engine = fresh(name, scripted=False, page_size=page_size)
     a = prompt(14)
-    b = a[:page_size] + [(token + 1) % VOCAB for token in a[page_size:]]
+    b = [*a[:page_size], *((token + 1) % VOCAB for token in a[page_size:])]
     c = b[:-2] + prompt(5, seed=3)
     for ids in (a, b, c):
         assert engine.generate(ids) == list(engine.text(ids, 8))
