@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import queue
+import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -82,6 +83,8 @@ class LLM:
                 **core,
             )
         self._driver = EngineDriver(self.core)
+        # Also at exit: the interpreter must not end under a thread that is running a step.
+        weakref.finalize(self, self._driver.close)
         self._ids = itertools.count()
         self._seeds = itertools.count()
 

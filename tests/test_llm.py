@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
+import gc
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -543,7 +547,44 @@ def test_close(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineDead):
         own.generate("hello", GREEDY)
     own.close()
-    assert not [thread for thread in threading.enumerate() if thread is own._driver._thread]
+    assert not own._driver._thread.is_alive()
+
+
+def test_an_engine_that_nobody_holds_stops() -> None:
+    llm = LLM.from_loaded(tiny_model())
+    assert llm.generate("hello", GREEDY)[0].finished
+    thread = llm._driver._thread
+    assert thread.is_alive()
+    del llm
+    gc.collect()
+    assert not thread.is_alive()
+
+
+EXIT = """
+import threading
+from llm_for_tests import LLM, tiny_model
+from mmtp_jax import SamplingParams
+llm = LLM.from_loaded(tiny_model())
+params = SamplingParams(max_tokens=None, ignore_eos=True)
+def generate():
+    try:
+        while True:
+            llm.generate(["hello"] * 8, params)
+    except RuntimeError:
+        pass  # the engine has stopped
+threading.Thread(target=generate, daemon=True).start()
+while llm.stats()["tokens"] < 100:
+    pass
+"""
+
+
+def test_exit_while_requests_run() -> None:
+    paths = [str(Path(__file__).parent), str(Path(mmtp_jax.__file__).parents[1])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    run = subprocess.run(
+        [sys.executable, "-c", EXIT], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 # --- score ---

@@ -97,7 +97,8 @@ class EngineDriver:
         with self._closing:
             self._closed = True
             self._calls.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # garbage may be collected on it
+            self._thread.join()
 
     def _queue(self, function: Callable[[EngineCore], Any], future: Future[Any] | None) -> None:
         with self._closing:
