@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from mmtp_jax.engine.core import EngineCore, TokenDelta
 from mmtp_jax.engine.request import FinishReason
 
@@ -118,6 +120,9 @@ class EngineDriver:
         except BaseException as error:  # reported to everyone who waits
             self._error = error
         finally:
+            # The interpreter may end next, and must not while the device runs a step.
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(self._core.state)
             self._fail_everything()
 
     def _serve_calls(self, wait: bool) -> bool:
