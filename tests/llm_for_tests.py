@@ -106,11 +106,6 @@ def prompt_ids(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(5, VOCAB, length).tolist()
 
 
-def pages_in_use(llm: LLM) -> list[int]:
-    """Referenced pages by group, once all that was asked for was done."""
-    return [group["referenced"] for group in llm.stats()["pages"]]
-
-
 def assert_idle(llm: LLM) -> None:
     """No request is left, and every page came back."""
     stats = llm.stats()
