@@ -96,7 +96,9 @@ class Oracle:
             fused = np.concatenate(pair, axis=1) @ self._value(f"{name}.fuse.kernel")
             layer = self._layer(f"{name}.layer", spec, fused)
             post = self._norm(f"{name}.norm", layer.output) if mtp.own_norm else layer.output
-            traces.append(ModuleTrace(layer, self._head(post)))
+            own = f"{name}.head.kernel"
+            logits = post @ self._value(own) if mtp.own_head else self._head(post)
+            traces.append(ModuleTrace(layer, logits))
             feed = {"target": target, "chain_pre": layer.output, "chain_post": post}[mtp.feed]
         return traces
 

@@ -55,7 +55,7 @@ def empty_admission(state: EngineState) -> AdmissionArrays:
         tables=tuple(np.zeros(table.shape[1], np.int32) for table in state.tables),
         copy_source=np.zeros(groups, np.int32),
         copy_target=np.zeros(groups, np.int32),
-        sampling=NEUTRAL_ROW,
+        sampling=NEUTRAL_ROW.copy(),
     )
 
 

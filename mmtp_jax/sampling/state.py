@@ -63,6 +63,7 @@ def _pack(
 
 
 NEUTRAL_ROW = _pack((0.0, 1.0, 0.0, 0.0, 0.0, 1.0), (0,) * len(_INTS), ())
+NEUTRAL_ROW.flags.writeable = False
 """Greedy, with every option off; what empty slots and padding rows have."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mmtp_jax.config import LayerSpec, ModelConfig, MTPConfig, RopeConfig
 
 VOCAB = 48
@@ -24,14 +26,15 @@ def chain(num_modules: int) -> ModelConfig:
 
 
 def chain_pre(num_modules: int) -> ModelConfig:
-    """Step-3.5's wiring: embedding first, pre-norm feed, nothing zeroed."""
+    """Step-3.5's wiring: embedding first, pre-norm feed, own heads, zero-centred norms."""
     mtp = MTPConfig(
         (SLIDING,) * num_modules,
         concat="embed_first",
         feed="chain_pre",
+        own_head=True,
         zero_first_embedding=False,
     )
-    return model((GLOBAL,), mtp)
+    return replace(model((GLOBAL,), mtp), norm_style="one_plus", tie_embeddings=False)
 
 
 def target_fed(num_modules: int) -> ModelConfig:

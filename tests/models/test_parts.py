@@ -1,0 +1,95 @@
+"""Numerics of shared parts against formulas written out in NumPy."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmtp_jax.config import LayerSpec, ModelConfig, RopeConfig
+from mmtp_jax.models.layout import cache_layout
+from mmtp_jax.models.parts import RMSNorm, rotary_frequencies, rotate
+from mmtp_jax.models.rows import pack_rows
+
+
+def llama3_frequency(frequency: float, rope: RopeConfig) -> float:
+    """One frequency of Llama 3.1's scaling, case by case."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength > rope.original_max_position / rope.low_freq_factor:
+        return frequency / rope.factor
+    if wavelength < rope.original_max_position / rope.high_freq_factor:
+        return frequency
+    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    return (1 - smooth) * frequency / rope.factor + smooth * frequency
+
+
+def test_llama3_scaling() -> None:
+    rope = RopeConfig(
+        128,
+        theta=5e5,
+        scaling="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=8192,
+    )
+    plain = [rope.theta ** (-2 * i / rope.dim) for i in range(rope.dim // 2)]
+    want = [llama3_frequency(frequency, rope) for frequency in plain]
+    assert want != plain and want[0] == plain[0] and want[-1] == plain[-1] / 8
+    np.testing.assert_allclose(rotary_frequencies(rope), want, rtol=2e-6)
+
+
+def test_partial_rotation_turns_pairs_half_a_rotation_apart() -> None:
+    x = np.random.default_rng(0).standard_normal((5, 2, 8)).astype(np.float32)
+    position = np.array([0, 1, 7, 100, 3], np.int32)
+    rope = RopeConfig(4, theta=100.0)
+    got = np.asarray(rotate(jnp.asarray(x), jnp.asarray(position), rope))
+    np.testing.assert_array_equal(got[..., 4:], x[..., 4:])
+    np.testing.assert_array_equal(got[0], x[0])
+    for row, at in enumerate(position):
+        for i in range(2):
+            angle = at * 100.0 ** (-i / 2)
+            a, b = x[row, :, i], x[row, :, i + 2]
+            turned = a * math.cos(angle) - b * math.sin(angle)
+            np.testing.assert_allclose(got[row, :, i], turned, atol=1e-5)
+            turned = b * math.cos(angle) + a * math.sin(angle)
+            np.testing.assert_allclose(got[row, :, i + 2], turned, atol=1e-5)
+
+
+@pytest.mark.parametrize("style", ["plain", "one_plus"])
+def test_rms_norm_is_float32_inside(style: str) -> None:
+    config = ModelConfig("test", 8, 64, (LayerSpec(1, 1, 8, 8),), 16, norm_style=style)
+    norm = RMSNorm(64, config)
+    scale = np.random.default_rng(1).standard_normal(64).astype(np.float32)
+    norm.scale = nnx.Param(jnp.asarray(scale, jnp.bfloat16))
+    x = 300 * np.random.default_rng(2).standard_normal((3, 64))
+    low = jnp.asarray(x, jnp.bfloat16)
+    wide = np.asarray(low, np.float64)
+    want = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + config.norm_eps)
+    want *= np.asarray(norm.scale[...], np.float64) + (style == "one_plus")
+    got = norm(low)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2e-2, atol=2e-2)
+
+
+def test_rows_are_packed_request_after_request() -> None:
+    rows = pack_rows(jnp.array([5, 0, 9]), jnp.array([2, 0, 3]), (), 8)
+    assert rows.position[:5].tolist() == [5, 6, 9, 10, 11]
+    assert rows.request[:5].tolist() == [0, 0, 2, 2, 2]
+    assert rows.real.tolist() == [True] * 5 + [False] * 3
+    assert rows.kv_lens.tolist() == [7, 0, 12]
+
+
+def test_layers_share_a_group_only_if_window_and_shapes_agree() -> None:
+    wide, narrow = LayerSpec(4, 2, 8, 8), LayerSpec(4, 1, 8, 8)
+    sliding = LayerSpec(4, 2, 8, 8, window=4)
+    with_conv = LayerSpec(4, 2, 8, 8, conv_taps=4)
+    layout = cache_layout(ModelConfig("t", 8, 16, (wide, narrow, sliding, with_conv, wide), 16))
+    assert [place.attention for place in layout.target] == [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2)]
+    assert layout.target[3].conv == (3, 0)
+    assert layout.groups[3].window == 4 and layout.groups[0].num_layers == 3
