@@ -63,8 +63,8 @@ def _pack(
 
 
 NEUTRAL_ROW = _pack((0.0, 1.0, 0.0, 0.0, 0.0, 1.0), (0,) * len(_INTS), ())
-NEUTRAL_ROW.flags.writeable = False
 """Greedy, with every option off; what empty slots and padding rows have."""
+NEUTRAL_ROW.flags.writeable = False
 
 
 def empty(num_slots: int, vocab_size: int) -> SamplingState:
