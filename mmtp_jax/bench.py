@@ -46,7 +46,6 @@ class Measurement:
 def measure(loaded: LoadedModel, core: EngineCore, batch: int, steps: int, prompt_len: int) -> Any:
     """Decode `batch` requests for `steps` steps after warm-up."""
     rng = np.random.default_rng(batch)
-    count = WARM_UP_STEPS + steps
     params = SamplingParams(
         temperature=0.0,
         max_tokens=None,

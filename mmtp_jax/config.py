@@ -66,7 +66,8 @@ class LayerSpec:
         require(self.num_heads > 0, f"num_heads must be >= 1, got {self.num_heads}")
         require(
             self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0,
-            f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})",
+            f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads"
+            f" ({self.num_kv_heads})",
         )
         require(self.head_dim > 0, f"head_dim must be >= 1, got {self.head_dim}")
         require(
@@ -85,7 +86,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """The modules a checkpoint ships and how they are wired (one row of `docs` per family).
+    """The modules a checkpoint ships and how they are wired (the options by which families differ).
 
     Module m at position q consumes token t[q+1+m] and a feed: `feed="target"` gives every module
     the target's hidden state; `chain_pre`/`chain_post` give module m > 0 the previous module's
@@ -196,8 +197,9 @@ class SpeculativeConfig:
             available = 1 if k is None else k
         if k is not None and k > available:
             raise ConfigError(
-                f"num_speculative_tokens={k} exceeds the {available} MTP module(s) of this checkpoint;"
-                " each module drafts one token (load_format 'dummy' gives random modules)"
+                f"num_speculative_tokens={k} exceeds the {available} MTP module(s) of this"
+                " checkpoint; each module drafts one token (load_format 'dummy' gives random"
+                " modules)"
             )
         return replace(
             self,
