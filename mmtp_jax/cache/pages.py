@@ -9,11 +9,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Int32
 
-from mmtp_jax.models.layout import CacheLayout, GroupSpec
+from mmtp_jax.cache.layout import CacheLayout, GroupSpec
 
-Pages = tuple[dict[str, jax.Array], ...]  # per group: stream name -> [L, P, page, ...]
+Streams = dict[str, jax.Array]  # stream name -> [L, P, page, ...] or values by row [T, ...]
+Pages = tuple[Streams, ...]  # per group
 
 
 def bytes_per_page(group: GroupSpec, page_size: int, dtype: np.dtype) -> int:
@@ -43,26 +44,24 @@ def copy_page(pages: Pages, source: Int32[Array, " G"], target: Int32[Array, " G
 
 
 def write_rows(
-    pages: Float[Array, "L P page ..."],
+    arrays: Streams,
+    values: Streams,
     layer: int | Int32[Array, ""],
-    values: Float[Array, "T ..."],
-    page: Int32[Array, " T"],
-    offset: Int32[Array, " T"],
-) -> Float[Array, "L P page ..."]:
-    """Write one value per row; rows whose page index lies past the pool are dropped."""
-    return pages.at[layer, page, offset].set(values.astype(pages.dtype), mode="drop")
-
-
-def row_addresses(
     table: Int32[Array, "B MP"],
     request: Int32[Array, " T"],
     position: Int32[Array, " T"],
     write: Bool[Array, " T"],
-    num_pages: int,
-    page_size: int,
-) -> tuple[Int32[Array, " T"], Int32[Array, " T"]]:
-    """Page and offset of each row; rows that must not write get `num_pages`, which scatter drops
-    (a negative index would wrap around and be written even with mode="drop")."""
+) -> Streams:
+    """Write one value per row into every stream of a group, where `write` allows.
+
+    The other rows get a page index past the pool, which scatter drops (a negative index would wrap
+    around and be written even with mode="drop").
+    """
+    num_pages, page_size = next(iter(arrays.values())).shape[1:3]
     column = jnp.clip(position // page_size, 0, table.shape[1] - 1)
     page = jnp.where(write, table[request, column], num_pages)
-    return page, position % page_size
+    offset = position % page_size
+    return {
+        name: array.at[layer, page, offset].set(values[name].astype(array.dtype), mode="drop")
+        for name, array in arrays.items()
+    }

@@ -7,10 +7,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from mmtp_jax.cache.layout import CacheLayout
 from mmtp_jax.cache.manager import CacheGroup
 from mmtp_jax.cache.pages import bytes_per_page
 from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig
-from mmtp_jax.models.layout import CacheLayout
 
 CPU_CACHE_BYTES = 1 << 30
 

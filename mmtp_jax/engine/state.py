@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from mmtp_jax.cache.layout import CacheLayout
 from mmtp_jax.cache.pages import Pages, allocate, copy_page
-from mmtp_jax.models.layout import CacheLayout
 from mmtp_jax.sampling.state import SamplingState, empty, write_slot
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mmtp_jax.cache.layout import CacheLayout, cache_layout
 from mmtp_jax.config import ModelConfig
-from mmtp_jax.models.layout import CacheLayout, cache_layout
 from mmtp_jax.models.mtp import MTPStack, runs
 from mmtp_jax.models.transformer import Transformer
 

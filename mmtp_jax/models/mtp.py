@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
+from mmtp_jax.cache.layout import Place
 from mmtp_jax.cache.pages import Pages
 from mmtp_jax.config import LayerSpec, ModelConfig, MTPConfig
-from mmtp_jax.models.layout import Place
 from mmtp_jax.models.parts import DecoderLayer, Linear, RMSNorm
 from mmtp_jax.models.rows import Rows
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from mmtp_jax.cache.pages import Pages, row_addresses, write_rows
+from mmtp_jax.cache.layout import Place
+from mmtp_jax.cache.pages import Pages, write_rows
 from mmtp_jax.config import LayerSpec, ModelConfig, RopeConfig
-from mmtp_jax.models.layout import Place
 from mmtp_jax.models.rows import Rows
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 
@@ -127,13 +127,10 @@ class Attention(nnx.Module):
         v = self.v(x).reshape(-1, spec.num_kv_heads, spec.head_dim)
         if spec.rope is not None:
             q, k = rotate(q, rows.position, spec.rope), rotate(k, rows.position, spec.rope)
-        arrays, table = pages[group], rows.tables[group]
-        pool, size = arrays["k"].shape[1:3]
-        page, offset = row_addresses(table, rows.request, rows.position, write, pool, size)
-        arrays = {
-            "k": write_rows(arrays["k"], layer, k, page, offset),
-            "v": write_rows(arrays["v"], layer, v, page, offset),
-        }
+        table = rows.tables[group]
+        arrays = write_rows(
+            pages[group], {"k": k, "v": v}, layer, table, rows.request, rows.position, write
+        )
         mixed = ragged_paged_attention(
             q,
             arrays["k"],
@@ -169,17 +166,18 @@ class ShortConv(nnx.Module):
         group: int,
         layer: int | Int32[Array, ""],
     ) -> tuple[Float[Array, "T H"], Pages]:
-        array, table = pages[group]["x"], rows.tables[group]
-        pool, size = array.shape[1:3]
-        page, offset = row_addresses(table, rows.request, rows.position, write, pool, size)
-        array = write_rows(array, layer, x, page, offset)
+        table = rows.tables[group]
+        arrays = write_rows(
+            pages[group], {"x": x}, layer, table, rows.request, rows.position, write
+        )
+        array, size = arrays["x"], arrays["x"].shape[2]
         taps = self.taps[...].astype(jnp.float32)
         position = rows.position[:, None] - jnp.arange(taps.shape[0])[::-1]  # [T, K]
         column = jnp.clip(position // size, 0, table.shape[1] - 1)
         inputs = array[layer, table[rows.request[:, None], column], position % size]
         inputs = jnp.where((position >= 0)[..., None], inputs.astype(jnp.float32), 0.0)
         y = x.astype(jnp.float32) + jnp.sum(inputs * taps, axis=1)
-        return y.astype(x.dtype), (*pages[:group], {"x": array}, *pages[group + 1 :])
+        return y.astype(x.dtype), (*pages[:group], arrays, *pages[group + 1 :])
 
 
 class GatedMLP(nnx.Module):

@@ -213,7 +213,7 @@ class Harness:
                 want = streams[name][position]
                 scale = max(1.0, np.abs(streams[name]).max())
                 error = np.abs(got - want).max(initial=0.0)
-                assert error <= TOLERANCE * scale * 4, f"{where} {name}: differs by {error}"
+                assert error <= TOLERANCE * scale, f"{where} {name}: differs by {error}"
 
     def _check_published(self, state) -> None:
         """Bytes of a published page never change while it stays published."""

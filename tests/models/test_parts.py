@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mmtp_jax.cache.layout import cache_layout
 from mmtp_jax.config import LayerSpec, ModelConfig, RopeConfig
-from mmtp_jax.models.layout import cache_layout
 from mmtp_jax.models.parts import RMSNorm, rotary_frequencies, rotate
 from mmtp_jax.models.rows import pack_rows
 
