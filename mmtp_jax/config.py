@@ -10,15 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-
-class ConfigError(ValueError):
-    """A configuration value that cannot work; the message names the field and the limit."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise `ConfigError(message)` unless `condition` holds."""
-    if not condition:
-        raise ConfigError(message)
+from mmtp_jax.checks import ConfigError as ConfigError
+from mmtp_jax.checks import check_types
+from mmtp_jax.checks import require as require
 
 
 @dataclass(frozen=True)
@@ -37,11 +31,21 @@ class RopeConfig:
     original_max_position: int = 8192
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(
             self.dim > 0 and self.dim % 2 == 0, f"rope dim must be even and > 0, got {self.dim}"
         )
         require(self.theta > 0, f"rope theta must be > 0, got {self.theta}")
         require(self.factor > 0, f"rope factor must be > 0, got {self.factor}")
+        require(
+            0 < self.low_freq_factor < self.high_freq_factor,
+            f"rope low_freq_factor ({self.low_freq_factor}) must be > 0 and below high_freq_factor"
+            f" ({self.high_freq_factor})",
+        )
+        require(
+            self.original_max_position > 0,
+            f"rope original_max_position must be >= 1, got {self.original_max_position}",
+        )
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class LayerSpec:
     conv_taps: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(self.num_heads > 0, f"num_heads must be >= 1, got {self.num_heads}")
         require(
             self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0,
@@ -103,6 +108,7 @@ class MTPConfig:
     zero_first_embedding: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(len(self.modules) > 0, "an MTP configuration needs at least one module")
 
     @property
@@ -131,6 +137,7 @@ class ModelConfig:
     mtp: MTPConfig | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("vocab_size", "hidden_size", "max_position"):
             require(getattr(self, name) > 0, f"{name} must be >= 1, got {getattr(self, name)}")
         require(len(self.layers) > 0, "a model needs at least one layer")
@@ -160,6 +167,7 @@ class SpeculativeConfig:
     modules_in_checkpoint: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(self.method in ("mtp", None), f"method must be 'mtp' or null, got {self.method!r}")
         require(
             self.load_format in ("auto", "dummy"),
@@ -167,7 +175,7 @@ class SpeculativeConfig:
         )
         k = self.num_speculative_tokens
         require(
-            k is None or (isinstance(k, int) and 0 <= k <= 32),
+            k is None or 0 <= k <= 32,
             f"num_speculative_tokens must be in [0, 32], got {k}",
         )
         require(self.modules_in_checkpoint >= 0, "modules_in_checkpoint must be >= 0")
@@ -220,6 +228,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(1 <= self.page_size <= 256, f"page_size must be in [1, 256], got {self.page_size}")
         require(
             self.num_pages is None or self.num_pages >= 2,
@@ -243,7 +252,7 @@ class EngineConfig:
     """How to run a model. `max_model_len` None means the model's own limit.
 
     `row_multiple` pads ragged rows of every program to a multiple: 64 makes float32 logits on a CPU
-    bit-identical whatever the batch (slower for single requests); the default pads to 16.
+    bit-identical whatever the batch (slower for single requests).
     """
 
     model: str = "smollm2-135m-instruct"
@@ -252,12 +261,13 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
-    row_multiple: int = 16
+    row_multiple: int = 1
     load_format: Literal["auto", "dummy"] = "auto"
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}: {self.dtype!r}")
         require(
             self.max_model_len is None or self.max_model_len >= 2,

@@ -27,17 +27,21 @@ class Bucket:
 def bucket_sizes(
     max_num_seqs: int, max_num_batched_tokens: int, width: int, row_multiple: int
 ) -> tuple[int, ...]:
-    """Row counts: powers of four times `row_multiple` up to the budget, the full decode batch
-    (max_num_seqs windows of `width` rows) and the budget itself.
+    """Row counts, each about four times the one before: from one decode window of `width` rows to
+    the full decode batch (max_num_seqs windows), and on to the budget; all multiples of
+    `row_multiple`.
 
-    Small steps of a decode batch matter most, so below the full decode batch the sizes double.
+    A lone request deserves a program of its own: on a CPU 16 rows cost twice as much as one. No
+    program is smaller than a window, so each holds a request.
     """
     largest = round_up(max_num_batched_tokens, row_multiple)
     decode = min(round_up(max_num_seqs * width, row_multiple), largest)
-    sizes, size = {decode, largest}, row_multiple
-    while size < largest:
-        sizes.add(size)
-        size *= 2 if size < decode else 4
+    sizes = {decode, largest}
+    for start, end in ((width, decode), (4 * decode, largest)):
+        size = start
+        while round_up(size, row_multiple) < end:
+            sizes.add(round_up(size, row_multiple))
+            size *= 4
     return tuple(sorted(sizes))
 
 
