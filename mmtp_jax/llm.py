@@ -333,4 +333,8 @@ def engine_config(
         for name in speculative:
             require(name in known, f"there is no speculative_config field {name!r}")
         speculative = SpeculativeConfig(**speculative)
+    require(
+        isinstance(speculative, SpeculativeConfig),
+        f"speculative_config must be a SpeculativeConfig or a mapping, got {speculative!r}",
+    )
     return EngineConfig(model=str(model), cache=cache, speculative=speculative, **options)

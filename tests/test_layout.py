@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A part of mmtp_jax imports its own layer and lower ones only. Modules directly below mmtp_jax
 # that are not named here (the commands, the public API) are the top layer.
 LAYERS: dict[str, int] = {
+    "checks": 0,
     "config": 0,
     "cache": 1,
     "models": 1,
@@ -32,6 +33,7 @@ TOP = 4
 
 HOST_ONLY = (
     "mmtp_jax",
+    "mmtp_jax.checks",
     "mmtp_jax.config",
     "mmtp_jax.cache.keys",
     "mmtp_jax.cache.pool",
