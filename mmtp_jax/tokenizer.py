@@ -188,8 +188,8 @@ def _from_directory(directory: Path) -> Tokenizer | None:
     special = _optional_json(directory / "special_tokens_map.json") | settings
     return Tokenizer(
         tokenizer,
-        bos_token_id=_special_id(tokenizer, special.get("bos_token")),
-        eos_token_id=_special_id(tokenizer, special.get("eos_token")),
+        bos_token_id=_special_id(tokenizer, directory, "bos_token", special.get("bos_token")),
+        eos_token_id=_special_id(tokenizer, directory, "eos_token", special.get("eos_token")),
         chat_template=_chat_template(directory, settings),
     )
 
@@ -199,22 +199,33 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _special_id(
-    tokenizer: tokenizers.Tokenizer, token: str | Mapping[str, Any] | None
+    tokenizer: tokenizers.Tokenizer, directory: Path, name: str, token: object
 ) -> int | None:
     """The id of a special token, given by its text or as an added token with `content`."""
     if token is None:
         return None
-    return tokenizer.token_to_id(token if isinstance(token, str) else token["content"])
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        raise ModelError(f"the {name} of the tokenizer in {directory} is not text: {token!r}")
+    return tokenizer.token_to_id(text)
 
 
 def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     """The template in its own file, else in tokenizer_config.json (maybe one of several there)."""
     path = directory / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
-    template: str | list[dict[str, str]] | None = settings.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path} is not readable text: {error}") from None
+    template = settings.get("chat_template")
+    if isinstance(template, list) and all(isinstance(entry, Mapping) for entry in template):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        if "default" not in named:
+            return None
+        template = named["default"]
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"the chat_template of the tokenizer in {directory} is not text")
     return template
 
 

@@ -246,6 +246,34 @@ def test_damaged_tokenizer_file_is_named(tmp_path: Path, content: str) -> None:
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"bos_token": 5}, "the bos_token .* is not text: 5"),
+        ({"eos_token": {}}, "the eos_token .* is not text"),
+        ({"eos_token": ["</s>"]}, "the eos_token .* is not text"),
+        ({"bos_token": {"content": 5}}, "the bos_token .* is not text"),
+        ({"chat_template": 5}, "the chat_template .* is not text"),
+        ({"chat_template": [1]}, "the chat_template .* is not text"),
+        ({"chat_template": [{"name": "default", "template": 1}]}, "the chat_template .* not text"),
+    ],
+)
+def test_settings_that_are_no_text_are_named(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=words):
+        load_tokenizer(tmp_path)
+
+
+def test_a_template_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is not readable text"):
+        load_tokenizer(tmp_path)
+
+
 # --- chat templates ---
 
 

@@ -46,6 +46,35 @@ _IMPLEMENTED: dict[str, tuple[object, ...]] = {
     "dual_chunk_attention_config": (),
 }
 
+# What the keys that are read have to hold; null and an absent key are judged where they are read.
+_TYPES: tuple[tuple[str, tuple[type, ...], tuple[str, ...]], ...] = (
+    (
+        "an integer",
+        (int,),
+        (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "num_nextn_predict_layers",
+            "sliding_window",
+            "max_window_layers",
+        ),
+    ),
+    ("a number", (int, float), ("rms_norm_eps", "rope_theta")),
+    (
+        "true or false",
+        (bool,),
+        ("tie_word_embeddings", "attention_bias", "use_sliding_window"),
+    ),
+    ("a list", (list,), ("architectures", "layer_types")),
+    ("an object", (dict,), ("rope_scaling", "rope_parameters")),
+)
+
 # Biases and windows of one family are fixed where another makes them optional.
 _IMPLEMENTED_BY_FAMILY: dict[str, dict[str, tuple[object, ...]]] = {
     "llama": {
@@ -64,6 +93,7 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
     Raises `ModelError` for an unknown architecture, a missing key, or a value that is not
     implemented.
     """
+    _check_types(config)
     family = _family(config)
     _refuse_unimplemented(config, family)
     try:
@@ -74,11 +104,11 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
             hidden_size=config["hidden_size"],
             layers=layers,
             max_position=config["max_position_embeddings"],
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            tie_embeddings=config.get("tie_word_embeddings", False),
+            norm_eps=_get(config, "rms_norm_eps", 1e-6),
+            tie_embeddings=_get(config, "tie_word_embeddings", False),
             bos_token_id=next(iter(_token_ids("bos_token_id", generation, config)), None),
             eos_token_ids=_token_ids("eos_token_id", generation, config),
-            mtp=_mtp(config, layers[0]) if family == "mimo" else None,
+            mtp=_mtp(config, layers) if family == "mimo" else None,
         )
     except KeyError as error:
         raise ModelError(f"config.json lacks the key {error.args[0]!r}") from None
@@ -86,8 +116,23 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
         raise ModelError(f"config.json holds a value that cannot work: {error}") from None
 
 
+def _check_types(config: Mapping[str, Any]) -> None:
+    for words, types, keys in _TYPES:
+        for key in keys:
+            value = config.get(key)
+            fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+            if value is not None and not fits:
+                raise ModelError(f"config.json sets {key}={value!r}, which is not {words}")
+
+
+def _get(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value of `key`, or `default` where it is absent or null."""
+    value = config.get(key)
+    return default if value is None else value
+
+
 def _family(config: Mapping[str, Any]) -> str:
-    architectures = config.get("architectures") or []
+    architectures = [str(name) for name in config.get("architectures") or []]
     for name in architectures:
         if name in _FAMILIES:
             return _FAMILIES[name]
@@ -107,12 +152,12 @@ def _refuse_unimplemented(config: Mapping[str, Any], family: str) -> None:
 
 def _layers(config: Mapping[str, Any], family: str) -> tuple[LayerSpec, ...]:
     heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    attention_bias = bool(config.get("attention_bias", False))
+    head_dim = _get(config, "head_dim", config["hidden_size"] // heads)
+    attention_bias = _get(config, "attention_bias", False)
     return tuple(
         LayerSpec(
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
+            num_kv_heads=_get(config, "num_key_value_heads", heads),
             head_dim=head_dim,
             intermediate_size=config["intermediate_size"],
             rope=_rope(config, head_dim),
@@ -132,15 +177,16 @@ def _windows(config: Mapping[str, Any]) -> list[int | None]:
         if "sliding_attention" in (config.get("layer_types") or ()):
             raise ModelError("config.json has sliding_attention layers but no sliding_window")
         return [None] * count
-    window, first = config["sliding_window"], config.get("max_window_layers", count)
+    window, first = config["sliding_window"], _get(config, "max_window_layers", count)
     types = config.get("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(count)
     ]
-    unknown = set(types) - {"sliding_attention", "full_attention"}
-    if unknown or len(types) != count:
+    if len(types) != count or any(
+        kind not in ("sliding_attention", "full_attention") for kind in types
+    ):
         raise ModelError(
             f"layer_types must name full_attention or sliding_attention for each of the {count}"
-            f" layers, got {len(types)} entries of {sorted(set(types))}"
+            f" layers, got {len(types)} entries of {sorted(set(map(str, types)))}"
         )
     return [window if kind == "sliding_attention" else None for kind in types]
 
@@ -153,7 +199,7 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError("rope_parameters per layer type are not implemented")
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = _get(rope, "rope_theta", _get(config, "rope_theta", 10000.0))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise ModelError("config.json sets a partial_rotary_factor, which is not implemented")
@@ -172,14 +218,15 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     )
 
 
-def _mtp(config: Mapping[str, Any], layer: LayerSpec) -> MTPConfig | None:
+def _mtp(config: Mapping[str, Any], layers: tuple[LayerSpec, ...]) -> MTPConfig | None:
     """MiMo-7B's modules: a trunk layer each, fed the hidden state before the final norm.
 
     The released checkpoints have one; where `num_nextn_predict_layers` says more, they chain.
     """
     count = config.get("num_nextn_predict_layers") or 0
-    if count == 0:
+    if count == 0 or not layers:  # without layers there is no model either
         return None
+    layer = layers[0]
     module = LayerSpec(
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
@@ -203,5 +250,8 @@ def _token_ids(key: str, *configs: Mapping[str, Any]) -> tuple[int, ...]:
     ids: list[int] = []
     for config in configs:
         value = config.get(key)
-        ids += value if isinstance(value, list) else [] if value is None else [value]
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(one, bool) or not isinstance(one, int) for one in found):
+            raise ModelError(f"{key}={value!r} is neither a token id nor a list of them")
+        ids += found
     return tuple(dict.fromkeys(ids))

@@ -76,6 +76,9 @@ class SafetensorsCheckpoint:
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(f"{path} has no weight_map")
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise ModelError(f"{path} places {name} in {file!r}, which is not a file's name")
         return weight_map
 
 
@@ -85,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} does not hold a JSON object")

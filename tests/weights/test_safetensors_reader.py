@@ -147,6 +147,15 @@ def test_eos_tokens_of_both_files(own: Any, generation: dict[str, Any], expected
     assert parse_config(tiny_config(eos_token_id=own), generation).eos_token_ids == expected
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
@@ -169,7 +178,23 @@ def test_eos_tokens_of_both_files(own: Any, generation: dict[str, Any], expected
         ("llama", {"num_attention_heads": 0, "head_dim": None}, "cannot work"),
         ("llama", {"num_hidden_layers": 0}, "at least one layer"),
         ("llama", {"eos_token_id": 64}, "eos_token_ids"),
-        ("llama", {"hidden_size": "big"}, "cannot work"),
+        ("llama", {"hidden_size": "big"}, "hidden_size='big', which is not an integer"),
+        ("llama", {"vocab_size": 64.0}, r"vocab_size=64\.0, which is not an integer"),
+        ("llama", {"num_key_value_heads": True}, "num_key_value_heads=True"),
+        ("llama", {"num_key_value_heads": 0}, r"num_kv_heads \(0\)"),
+        ("llama", {"head_dim": 0}, "must be .* > 0, got 0"),
+        ("llama", {"rope_theta": 0}, "theta must be > 0, got 0"),
+        ("llama", {"rope_theta": float("inf")}, "theta must be a finite number"),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5', which is not a number"),
+        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no'.* true or false"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "architectures=.* not a list"),
+        ("llama", {"architectures": [1]}, "architecture 1 is not supported"),
+        ("llama", {"rope_scaling": "llama3"}, "rope_scaling='llama3', which is not an object"),
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor must be a finite number"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor"),
+        ("llama", {"eos_token_id": "2"}, "eos_token_id='2' is neither a token id nor a list"),
+        ("llama", {"eos_token_id": [2.0]}, "eos_token_id"),
+        ("mimo", {"num_hidden_layers": -1}, "at least one layer"),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["chunked", "x"]},
@@ -275,7 +300,9 @@ def test_other_dtypes_are_refused(tmp_path: Path) -> None:
         ("config.json", "{", "not readable JSON"),
         ("config.json", "[]", "not hold a JSON object"),
         ("generation_config.json", "nonsense", "not readable JSON"),
+        ("config.json", "[" * 100_000, "not readable JSON"),
         ("model.safetensors.index.json", "{}", "no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": ["b"]}}', "places a in"),
     ],
 )
 def test_damaged_json_is_named(tmp_path: Path, file: str, content: str | None, words: str) -> None:
