@@ -14,12 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llm_for_tests import (
     MAX_MODEL_LEN,
     MODULES,
@@ -36,6 +39,7 @@ from tokenizers import Tokenizer as Backend
 
 import mmtp_jax
 from mmtp_jax.config import EngineConfig
+from mmtp_jax.engine import programs
 from mmtp_jax.engine.buckets import buckets
 from mmtp_jax.engine.driver import EngineDead
 from mmtp_jax.llm import LLM
@@ -140,6 +144,48 @@ def test_few_programs_by_default(k: int, num_groups: int) -> None:
     sizes = buckets(EngineConfig(), num_modules=k, width=k + 1, num_groups=num_groups)
     assert len({bucket.num_rows for bucket in sizes}) == len(sizes)
     assert len(sizes) + 2 <= 12  # admission and bias have a program each
+
+
+@given(
+    num_modules=st.integers(0, 8),
+    max_num_seqs=st.integers(1, 9),
+    spare=st.integers(0, 40),
+    row_multiple=st.sampled_from([1, 2, 7, 16, 64]),
+)
+def test_every_program_holds_a_request(
+    num_modules: int, max_num_seqs: int, spare: int, row_multiple: int
+) -> None:
+    width = num_modules + 1
+    config = EngineConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=width + spare, row_multiple=row_multiple
+    )
+    for bucket in buckets(config, num_modules=num_modules, width=width, num_groups=1):
+        assert bucket.num_requests >= 1 and bucket.logit_rows >= 1
+        assert bucket.num_rows % row_multiple == 0 and bucket.num_rows >= num_modules
+
+
+@pytest.fixture
+def jax_settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is written to jax's configuration, instead of writing it; no cache is configured."""
+    written: dict[str, Any] = {}
+    fake = SimpleNamespace(jax_compilation_cache_dir=None, update=written.__setitem__)
+    monkeypatch.setattr(programs.jax, "config", fake)
+    return written
+
+
+def test_compiled_programs_are_kept_under_a_lock(
+    tmp_path: Path, jax_settings: dict[str, Any]
+) -> None:
+    programs.enable_compilation_cache(tmp_path / "new" / "xla")
+    assert jax_settings["jax_compilation_cache_dir"] == str(tmp_path / "new" / "xla")
+    assert jax_settings["jax_compilation_cache_max_size"] > 0  # without a limit jax takes no lock
+
+
+def test_programs_need_no_directory(tmp_path: Path, jax_settings: dict[str, Any]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="compiled programs are not kept: .*file"):
+        programs.enable_compilation_cache(tmp_path / "file" / "xla")
+    assert jax_settings == {}
 
 
 def test_number_of_programs(llm: LLM) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -25,14 +26,25 @@ from mmtp_jax.sampling.sampler import sample
 from mmtp_jax.sampling.state import NEUTRAL_ROW, write_bias
 
 Progress = Callable[[int, int, str], None]
+CACHED_PROGRAMS_BYTES = 2 << 30
 
 
 def enable_compilation_cache(directory: Path) -> None:
-    """Keep compiled programs on disk unless the user chose a directory of their own."""
-    if jax.config.jax_compilation_cache_dir is None:
+    """Keep compiled programs on disk unless the user chose a directory of their own.
+
+    Without a directory to write to, every start compiles anew: that is worth a warning only.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    try:
         directory.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(directory))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    except OSError as error:
+        warnings.warn(f"compiled programs are not kept: {error}", stacklevel=2)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    # With a limit jax locks the directory, else another process may read a half-written entry.
+    jax.config.update("jax_compilation_cache_max_size", CACHED_PROGRAMS_BYTES)
 
 
 def empty_plan(bucket: Bucket, num_slots: int) -> StepPlan:

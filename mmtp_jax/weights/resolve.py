@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import reprlib
 import subprocess
 import sys
 import tempfile
@@ -39,8 +40,14 @@ _HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
 
 
 def cache_directory() -> Path:
-    """Where downloaded models are kept: `MMTP_CACHE`, or ~/.cache/mmtp_jax."""
-    return Path(os.environ.get("MMTP_CACHE") or "~/.cache/mmtp_jax").expanduser()
+    """Where models and compiled programs are kept: `MMTP_CACHE`, or ~/.cache/mmtp_jax.
+
+    Raises `ModelError` if there is no such home directory.
+    """
+    try:
+        return Path(os.environ.get("MMTP_CACHE") or "~/.cache/mmtp_jax").expanduser()
+    except RuntimeError as error:
+        raise ModelError(f"MMTP_CACHE must name a directory: {error}") from None
 
 
 def resolve_model(model: str) -> Path:
@@ -52,11 +59,14 @@ def resolve_model(model: str) -> Path:
     """
     if model in KNOWN_MODELS:
         return _wheel_model(KNOWN_MODELS[model])
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _model_in(path)
-    if path.is_file():
-        return path
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return _model_in(path)
+        if path.is_file():
+            return path
+    except (OSError, RuntimeError) as error:  # too long, not to be entered, no such user's home
+        raise ModelError(f"cannot look for the model {reprlib.repr(model)}: {error}") from None
     parts = model.split("/")
     if all(parts) and parts[0] not in (".", "..", "~"):
         if len(parts) == 2 and not model.endswith(".gguf"):

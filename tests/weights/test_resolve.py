@@ -115,6 +115,17 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("~/some/model") == directory
 
 
+def test_names_that_no_path_can_have() -> None:
+    with pytest.raises(ModelError, match="cannot look for the model 'xxx"):
+        resolve_model("x" * 5000)
+
+
+def test_a_cache_in_a_home_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMTP_CACHE", "~nobody-has-this-name/cache")
+    with pytest.raises(ModelError, match="MMTP_CACHE must name a directory"):
+        resolve.cache_directory()
+
+
 def test_a_directory_with_one_gguf_file_stands_for_it(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"")
     assert resolve_model(str(tmp_path)) == tmp_path / "a.gguf"
