@@ -53,10 +53,25 @@ def test_prompts_of_any_length_decode_like_the_oracle(name: str) -> None:
         assert engine.generate(ids) == list(engine.text(ids, 8))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "plain"])
+WITH_MODULES = [name for name in MODELS if name != "plain"]
+
+
+@pytest.mark.parametrize("name", WITH_MODULES)
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_history_of_accepted_and_verified_counts(name: str, data: st.DataObject) -> None:
+    check_random_history(name, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_MODULES)
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_many_histories(name: str, data: st.DataObject) -> None:
+    check_random_history(name, data)
+
+
+def check_random_history(name: str, data: st.DataObject) -> None:
     """A script forces where drafts are wrong; k, chunks and arrivals vary from step to step."""
     engine = fresh(name, scripted=True, page_size=data.draw(st.sampled_from([2, 4, 16])))
     count = engine.model.num_modules
@@ -64,20 +79,19 @@ def test_any_history_of_accepted_and_verified_counts(name: str, data: st.DataObj
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     engine.drafts = lambda request: int(rng.integers(0, count + 1))
     engine.chunk = lambda request, limit: int(rng.integers(1, limit + 1))
-    names = {}
+    expected = {}
     for seed in range(data.draw(st.integers(1, 4))):
         ids = prompt(data.draw(st.integers(1, 14)), seed)
-        params = SamplingParams(temperature=0.0, max_tokens=data.draw(st.integers(1, 16)))
+        max_tokens = data.draw(st.integers(1, 16))
         wrong = data.draw(st.sets(st.integers(0, 32), max_size=16))
-        if tuple(ids) in names.values():
+        if any(script.prompt == tuple(ids) for script in engine.scripts):
             continue
-        names[engine.add(ids, params, sorted(wrong))] = tuple(ids)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        expected[engine.add(ids, params, sorted(wrong))] = list(engine.text(ids, max_tokens))
         for _ in range(data.draw(st.integers(0, 3))):
             engine.step()
     engine.run()
-    for name, ids in names.items():
-        output = engine.output[name]
-        assert output == list(engine.text(ids, max(len(output), 1)))[: len(output)]
+    assert {request: engine.output[request] for request in expected} == expected
 
 
 @pytest.mark.parametrize("name", ["chain-3", "hybrid-2", "target-fed-4"])
