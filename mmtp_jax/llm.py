@@ -170,7 +170,8 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        run = self._prepare(prompt, sampling_params or SamplingParams())
+        (params,) = per_prompt(sampling_params, 1)
+        run = self._prepare(prompt, params)
         try:
             await asyncio.wrap_future(self._submit([run], push))
             while not run.finished:

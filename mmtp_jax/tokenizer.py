@@ -60,7 +60,15 @@ class Tokenizer:
         """Token ids of `text`; special tokens spelled in the text are recognised either way.
 
         `add_special_tokens` adds what the model expects around a text (for some, a begin token).
+        Raises ValueError for text that is not valid Unicode (it has no bytes to tokenize).
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                "text must be valid Unicode, but its character"
+                f" {error.start} is the lone surrogate U+{ord(text[error.start]):04X}"
+            ) from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

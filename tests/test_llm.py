@@ -333,6 +333,22 @@ def test_integers_of_numpy_are_token_ids() -> None:
     assert as_batch([list(np.arange(3)), "a"]) == [[0, 1, 2], "a"]
 
 
+@pytest.mark.parametrize("params", [5, "greedy", {"temperature": 0}, [GREEDY, GREEDY]])
+def test_parameters_of_a_stream_of_wrong_types(llm: LLM, params: Any) -> None:
+    with pytest.raises(ValueError, match="sampling_params"):
+        asyncio.run(collect(llm, "hello", params))
+
+
+@pytest.mark.parametrize("text", ["\ud800", "ab\udfff"])
+def test_text_that_is_not_unicode(llm: LLM, text: str) -> None:
+    with pytest.raises(ValueError, match="lone surrogate"):
+        llm.generate(["hello", text], GREEDY)
+    with pytest.raises(ValueError, match="lone surrogate"):
+        llm.chat([{"role": "user", "content": text}], GREEDY)
+    with pytest.raises(ValueError, match="lone surrogate"):
+        asyncio.run(collect(llm, text, GREEDY))
+
+
 def test_arguments_of_wrong_types() -> None:
     with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
         per_prompt({"temperature": 0}, 1)

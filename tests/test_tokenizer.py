@@ -204,6 +204,13 @@ def test_gguf_without_a_tokenizer_gives_none() -> None:
     assert load_tokenizer({"general.architecture": "llama"}) is None
 
 
+@pytest.mark.parametrize("text", ["\ud800", "ab\udfff", "\ud83d \ude00"])
+def test_lone_surrogates_are_refused(byte_level: Tokenizer, text: str) -> None:
+    with pytest.raises(ValueError, match=r"character \d is the lone surrogate U\+D[8F]") as caught:
+        byte_level.encode(text)
+    assert "\n" not in str(caught.value)
+
+
 # --- tokenizers of directories ---
 
 
