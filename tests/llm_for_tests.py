@@ -27,6 +27,7 @@ MAX_MODEL_LEN = 96
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
+    "row_multiple": 16,
     "page_size": 4,
     "num_pages": 128,
     "max_model_len": MAX_MODEL_LEN,
