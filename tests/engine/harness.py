@@ -178,8 +178,9 @@ class Harness:
         for index, place in enumerate(layout.target):
             streams = trace.layers[index].streams
             self._check_layer(state, slot, place, streams, 0, computed, f"{where} layer {index}")
-        count = config.num_modules
         exact = state.exact[slot]
+        # The next step's module rows start where some module is not exact, never below a hit.
+        rewritten = computed - int(exact.min()) if config.num_modules else 0
         for module, place in enumerate(layout.modules):
             # Every module just ran: all entries whose tokens are committed must be exact.
             end = max(int(exact[module]), min(computed, length - 1 - module))
@@ -187,7 +188,7 @@ class Harness:
                 continue
             streams = trace.modules[module].layer.streams
             self._check_layer(
-                state, slot, place, streams, count - 1, end, f"{where} module {module}", computed
+                state, slot, place, streams, rewritten, end, f"{where} module {module}", computed
             )
         held = int(state.drafts[slot])
         if held and not self.scripted:

@@ -189,3 +189,14 @@ def test_draft_counts_reach_every_module() -> None:
     engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=17))
     decodes = [delta for delta in engine.deltas if delta.drafted]
     assert [delta.accepted for delta in decodes] == [3, 3, 3, 3]
+
+
+def test_a_hit_maps_no_more_than_its_windows_read() -> None:
+    """Modules rewrite nothing below the hit, so no page in front of its window is needed."""
+    engine = fresh("target-fed-4", scripted=False)
+    ids = prompt(20)
+    engine.generate(ids)
+    engine.chunk = lambda request, limit: 1
+    engine.deltas.clear()
+    assert engine.generate([*ids[:18], 1]) == list(engine.text([*ids[:18], 1], 8))
+    assert engine.deltas[0].num_cached_tokens == 12
