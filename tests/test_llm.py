@@ -181,6 +181,15 @@ def test_compiled_programs_are_kept_under_a_lock(
     assert jax_settings["jax_compilation_cache_max_size"] > 0  # without a limit jax takes no lock
 
 
+def test_compiled_programs_of_a_read_only_directory_are_used(
+    tmp_path: Path, jax_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs.os, "access", lambda path, mode: False)
+    programs.enable_compilation_cache(tmp_path)
+    assert jax_settings["jax_compilation_cache_dir"] == str(tmp_path)
+    assert "jax_compilation_cache_max_size" not in jax_settings
+
+
 def test_programs_need_no_directory(tmp_path: Path, jax_settings: dict[str, Any]) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="compiled programs are not kept: .*file"):

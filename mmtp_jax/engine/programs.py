@@ -44,7 +44,9 @@ def enable_compilation_cache(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     # With a limit jax locks the directory, else another process may read a half-written entry.
-    jax.config.update("jax_compilation_cache_max_size", CACHED_PROGRAMS_BYTES)
+    # Where nobody can write, the lock could not be taken and is not needed.
+    if os.access(directory, os.W_OK):
+        jax.config.update("jax_compilation_cache_max_size", CACHED_PROGRAMS_BYTES)
 
 
 def empty_plan(bucket: Bucket, num_slots: int) -> StepPlan:
