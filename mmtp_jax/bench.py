@@ -21,11 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmtp_jax.config import CacheConfig, EngineConfig, SpeculativeConfig
+from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig, SpeculativeConfig, require
 from mmtp_jax.engine.core import EngineCore
 from mmtp_jax.engine.programs import empty_plan
 from mmtp_jax.loader import LoadedModel, load_model
 from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.weights.errors import ModelError
 
 WARM_UP_STEPS = 8
 
@@ -66,10 +67,15 @@ def measure(loaded: LoadedModel, core: EngineCore, batch: int, steps: int, promp
         emitted += sum(len(delta.token_ids) for delta in core.step())
         times.append(time.perf_counter() - begin)
     elapsed = time.perf_counter() - start
+    _require_running(core, batch)
     size = next(
         size for size in core.programs.buckets if size >= batch * (core.num_speculative_tokens + 1)
     )
     bare = bare_step(core, size, batch, steps)
+    require(
+        not np.asarray(core.state.done)[[r.slot for r in core.scheduler.running]].any(),
+        "requests reached max_model_len while the bare step was timed: raise --max-model-len",
+    )
     for index in range(batch):
         core.finish(f"{batch}-{index}")
     while core.has_work:
@@ -82,6 +88,13 @@ def measure(loaded: LoadedModel, core: EngineCore, batch: int, steps: int, promp
         tokens_per_second=emitted / elapsed,
         tokens_per_step=emitted / steps / batch,
         rows=size,
+    )
+
+
+def _require_running(core: EngineCore, batch: int) -> None:
+    require(
+        len(core.scheduler.running) == batch,
+        "requests reached max_model_len or were preempted: raise --max-model-len or the cache",
     )
 
 
@@ -154,10 +167,13 @@ def latency(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _commit() -> str | None:
     root = Path(__file__).resolve().parent
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--verify", "HEAD"], cwd=root, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def main() -> None:
@@ -167,17 +183,32 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("latency", help="fixed batch, fixed output length")
-    one.add_argument("--model", default="smollm2-135m-instruct")
-    one.add_argument("--dtype", default="auto")
-    one.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    one.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[0, 8])
-    one.add_argument("--prompt-len", type=int, default=100)
-    one.add_argument("--steps", type=int, default=64)
-    one.add_argument("--max-model-len", type=int, default=1024)
-    one.add_argument("--json", type=Path, help="write the results here too")
+    one = commands.add_parser(
+        "latency",
+        help="fixed batch, fixed output length",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = one.add_argument
+    add("--model", default="smollm2-135m-instruct", help="as for mmtp_jax.serve")
+    add("--dtype", default="auto", help="parameters and cache")
+    add("--batch", type=int, nargs="+", default=[1, 8, 64], help="requests decoding at once")
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        nargs="+",
+        default=[0, 8],
+        help="one engine each; random modules where the checkpoint ships none",
+    )
+    add("--prompt-len", type=int, default=100, help="random token ids per prompt")
+    add("--steps", type=int, default=64, help="timed steps (after 8 of warm-up)")
+    add("--max-model-len", type=int, default=1024, help="positions per request")
+    add("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
-    report = latency(arguments)
+    try:
+        report = latency(arguments)
+    except (ModelError, ConfigError) as error:
+        print(f"mmtp_jax.bench: {error}", file=sys.stderr)
+        sys.exit(2)
     text = json.dumps(report, indent=1)
     print(text)
     if arguments.json is not None:

@@ -56,6 +56,7 @@ class Conversation:
                 return
             if command == "/reset":
                 self.turns.clear()
+                note("the conversation starts anew")
             elif command == "/stats":
                 for name, value in self.llm.stats().items():
                     note(f"{name}: {value}")

@@ -155,7 +155,7 @@ def test_rows_left_permuted_do_not_give_the_answer(monkeypatch: pytest.MonkeyPat
 
 
 def test_speculation_changes_no_bit_on_a_few_prompts() -> None:
-    assert_same_bits(3, PROMPTS[:4], max_tokens=8)
+    assert_same_bits(3, PROMPTS[:3], max_tokens=6)
 
 
 @pytest.mark.slow

@@ -180,7 +180,8 @@ class Harness:
             self._check_layer(state, slot, place, streams, 0, computed, f"{where} layer {index}")
         exact = state.exact[slot]
         # The next step's module rows start where some module is not exact, never below a hit.
-        rewritten = computed - int(exact.min()) if config.num_modules else 0
+        restart = max(int(exact.min(initial=0)), min(computed, length - config.num_modules))
+        rewritten = computed - restart
         for module, place in enumerate(layout.modules):
             # Every module just ran: all entries whose tokens are committed must be exact.
             end = max(int(exact[module]), min(computed, length - 1 - module))
