@@ -154,8 +154,9 @@ class Scheduler:
             needed = cache.pages_for_one_request(group, config.max_model_len, config.max_rows)
             require(
                 group.num_pages - 1 >= needed,
-                f"cache group {group.name!r} has {group.num_pages - 1} pages, but one request of"
-                f" max_model_len={config.max_model_len} needs {needed}",
+                f"num_pages must be >= {needed + 1} for one request of"
+                f" max_model_len={config.max_model_len}, got {group.num_pages} in the cache group"
+                f" {group.name!r}: raise num_pages or cache_bytes, or lower max_model_len",
             )
         self.config = config
         self.cache = cache

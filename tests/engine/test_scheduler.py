@@ -497,7 +497,7 @@ def test_a_repeated_prompt_is_reused_but_for_its_last_tokens() -> None:
 @pytest.mark.parametrize(
     ("num_pages", "kwargs", "message"),
     [
-        (7, {}, r"'target/None' has 7 pages, but one request of max_model_len=32 needs 8"),
+        (7, {}, r"num_pages must be >= 9 for one .* max_model_len=32, got 8 in the .*target/None"),
         (8, {"max_num_batched_tokens": 3}, r"max_num_batched_tokens \(3\) must exceed"),
         (8, {"max_num_seqs": 0}, r"max_num_seqs must be >= 1, got 0"),
         (8, {"max_chunk": 0}, r"max_chunk must be >= 1 or None, got 0"),
