@@ -180,7 +180,7 @@ class Harness:
             self._check_layer(state, slot, place, streams, 0, computed, f"{where} layer {index}")
         exact = state.exact[slot]
         # The next step's module rows start where some module is not exact, never below a hit.
-        restart = max(int(exact.min(initial=0)), min(computed, length - config.num_modules))
+        restart = max(min(exact.tolist(), default=0), min(computed, length - config.num_modules))
         rewritten = computed - restart
         for module, place in enumerate(layout.modules):
             # Every module just ran: all entries whose tokens are committed must be exact.
