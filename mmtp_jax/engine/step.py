@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from mmtp_jax.engine.plan import CollectedLogits, LogprobOutput, StepOutput, StepPlan
+from mmtp_jax.engine.collect import all_logits
+from mmtp_jax.engine.plan import LogprobOutput, StepOutput, StepPlan
 from mmtp_jax.engine.state import EngineState
 from mmtp_jax.models.model import Model, ModelGraph, Params
 from mmtp_jax.models.rows import Rows, pack_rows
 from mmtp_jax.sampling.sampler import logprobs, sample
 from mmtp_jax.sampling.state import SamplingState, params_of
 from mmtp_jax.speculative.exactness import advance_exact
-from mmtp_jax.speculative.propose import catch_up
+from mmtp_jax.speculative.propose import Proposal, catch_up
 from mmtp_jax.speculative.verify import verify
 
 # (logits [S, V], sampling state, slot [S], index [S], history [R, L]) -> token [S]
@@ -38,18 +40,64 @@ class StepShape:
     unroll: bool = False
 
 
-def _target_rows(
-    state: EngineState, plan: StepPlan, tables: tuple[Array, ...], num_rows: int
-) -> Rows:
+class _Requests(NamedTuple):
+    """The B requests at the start of a step. Padding has slot R: it reads the last slot's values
+    (`row`) and writes nothing."""
+
+    slot: Int32[Array, " B"]
+    row: Int32[Array, " B"]
+    computed: Int32[Array, " B"]
+    length: Int32[Array, " B"]
+    tables: tuple[Int32[Array, "B MP"], ...]
+
+
+class _Emission(NamedTuple):
+    """What verification decided: the first `num_emitted` columns of `tokens` are emitted."""
+
+    tokens: Int32[Array, "B W"]
+    num_emitted: Int32[Array, " B"]
+    ended: Bool[Array, " B"]
+    num_draws: Int32[Array, " B"]
+    logprobs: LogprobOutput
+
+
+def _enter_pages(state: EngineState, plan: StepPlan) -> EngineState:
+    """Write the plan's new page-table entries."""
+    group, slot, column, page = plan.entries.T
+    unused = state.length.shape[0]
+    tables = tuple(
+        table.at[jnp.where(group == index, slot, unused), column].set(page, mode="drop")
+        for index, table in enumerate(state.tables)
+    )
+    return dataclasses.replace(state, tables=tables)
+
+
+def _requests(state: EngineState, plan: StepPlan) -> _Requests:
+    row = jnp.minimum(plan.slot, state.length.shape[0] - 1)
+    return _Requests(
+        slot=plan.slot,
+        row=row,
+        computed=state.computed[row],
+        length=state.length[row],
+        tables=tuple(table[row] for table in state.tables),
+    )
+
+
+def _target_rows(state: EngineState, plan: StepPlan, requests: _Requests, num_rows: int) -> Rows:
     """Rows this step computes: known tokens first, then as many drafts as the plan, the request's
     limit and its pages allow."""
-    computed, length = state.computed[plan.slot], state.length[plan.slot]
+    row, computed, length = requests.row, requests.computed, requests.length
     known = jnp.minimum(plan.rows, length - computed)
-    room = jnp.minimum(state.drafts[plan.slot], state.limit[plan.slot] - 1 - length)
+    room = jnp.minimum(state.drafts[row], state.limit[row] - 1 - length)
     drafts = jnp.clip(plan.rows - known, 0, jnp.maximum(room, 0))
     count = jnp.clip(known + drafts, 0, jnp.maximum(plan.capacity - computed, 0))
-    count = jnp.where(state.done[plan.slot] | (plan.rows == 0), 0, count)
-    return pack_rows(computed, count, tables, num_rows)
+    count = jnp.where(state.done[row] | (plan.rows == 0), 0, count)
+    return pack_rows(computed, count, requests.tables, num_rows)
+
+
+def _count(rows: Rows) -> Int32[Array, " B"]:
+    """Target rows of each request."""
+    return rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]
 
 
 def _hidden_at(
@@ -84,6 +132,127 @@ def _logprobs(
     return LogprobOutput(chosen[rows], top_ids[rows], top_values[rows])
 
 
+def _emit(
+    model: Model,
+    shape: StepShape,
+    state: EngineState,
+    plan: StepPlan,
+    requests: _Requests,
+    rows: Rows,
+    normed: Float[Array, "T H"],
+) -> _Emission:
+    """Draw the target's token at every index from `length` on that this step reached, and
+    verify.
+    """
+    slot, length, num_slots = requests.slot, requests.length, state.length.shape[0]
+    count = _count(rows)
+    reached = requests.computed + count - (length - 1)
+    num_draws = jnp.where(count > 0, jnp.maximum(reached, 0), 0)
+    draw_rows = pack_rows(length - 1, num_draws, (), shape.logit_rows)
+    owner = draw_rows.request
+    source = rows.cu_q_lens[owner] + draw_rows.position - requests.computed[owner]
+    logits = model.target.logits(normed.at[source].get(mode="clip"))
+    draw_slot = jnp.where(draw_rows.real, slot[owner], num_slots)
+    drawn = sample(logits, state.sampling, draw_slot, draw_rows.position + 1, state.tokens)
+
+    column = jnp.arange(shape.width, dtype=jnp.int32)
+    packed = jnp.minimum(draw_rows.cu_q_lens[:-1, None] + column, shape.logit_rows - 1)
+    drafted = state.tokens.at[slot[:, None], length[:, None] + column].get(mode="clip")
+    stop_ids = params_of(state.sampling, slot).stop_ids
+    verdict = verify(drawn[packed], drafted, num_draws, stop_ids)
+    full = length + verdict.num_emitted >= state.limit[requests.row]
+    return _Emission(
+        tokens=drawn[packed],
+        num_emitted=verdict.num_emitted,
+        ended=verdict.stopped | ((verdict.num_emitted > 0) & full),
+        num_draws=num_draws,
+        logprobs=_logprobs(logits, drawn, plan.logprobs, packed),
+    )
+
+
+def _commit(
+    state: EngineState, requests: _Requests, rows: Rows, emission: _Emission
+) -> EngineState:
+    """Append the emitted tokens. A request that sampled has computed all tokens but the newest."""
+    slot, emitted = requests.slot, emission.num_emitted
+    column = jnp.arange(emission.tokens.shape[1], dtype=jnp.int32)
+    emitting = jnp.where(column < emitted[:, None], slot[:, None], state.length.shape[0])
+    ahead = requests.length[:, None] + column
+    length = requests.length + emitted
+    computed = jnp.where(emitted > 0, length - 1, requests.computed + _count(rows))
+    done = state.done[requests.row] | emission.ended
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens.at[emitting, ahead].set(emission.tokens, mode="drop"),
+        length=state.length.at[slot].set(length, mode="drop"),
+        computed=state.computed.at[slot].set(computed, mode="drop"),
+        done=state.done.at[slot].set(done, mode="drop"),
+    )
+
+
+def _propose(
+    graph: ModelGraph,
+    shape: StepShape,
+    choose_draft: Chooser,
+    model: Model,
+    state: EngineState,
+    requests: _Requests,
+    rows: Rows,
+    emission: _Emission,
+    states: Float[Array, "T H"],
+) -> tuple[EngineState, Proposal, Rows]:
+    """Bring every module up to `computed` and draft for the requests that go on.
+
+    `state` is committed, `requests` and `rows` are from before, `states` are the rows' hidden
+    states that the modules are fed with.
+    """
+    slot, row, num_slots = requests.slot, requests.row, state.length.shape[0]
+    computed, length = state.computed[row], state.length[row]
+    accepted = jnp.maximum(emission.num_emitted - 1, 0)
+    exact = advance_exact(state.exact[row], requests.computed, requests.length, accepted)
+    start = jnp.min(exact, axis=1)
+    behind = jnp.where(_count(rows) > 0, jnp.maximum(computed - start, 0), 0)
+    window = pack_rows(start, behind, requests.tables, shape.num_rows)
+    drafting = (emission.num_emitted > 0) & ~emission.ended
+    draft_slot = jnp.where(drafting, slot, num_slots)
+
+    def hidden_at(request: Int32[Array, "*X"], position: Int32[Array, "*X"]) -> Array:
+        first = rows.cu_q_lens[request]
+        old = requests.computed[request]
+        return _hidden_at(state.hidden, states, slot[request], position, old, first)
+
+    proposal = catch_up(
+        graph,
+        model,
+        state.tokens,
+        state.pages,
+        window,
+        hidden_at(window.request, window.position),
+        slot,
+        exact,
+        length,
+        drafting,
+        lambda logits, index, history: choose_draft(
+            logits, state.sampling, draft_slot, index, history
+        ),
+        collect=shape.collect,
+        unroll=shape.unroll,
+    )
+    lag = state.hidden.shape[1]
+    kept = computed[:, None] - lag + jnp.arange(lag)
+    owner = jnp.broadcast_to(jnp.arange(slot.shape[0])[:, None], kept.shape)
+    held = jnp.where(drafting, graph.config.num_modules, 0)
+    state = dataclasses.replace(
+        state,
+        tokens=proposal.tokens,
+        pages=proposal.pages,
+        drafts=state.drafts.at[slot].set(held, mode="drop"),
+        exact=state.exact.at[slot].set(exact, mode="drop"),
+        hidden=state.hidden.at[slot].set(hidden_at(owner, kept), mode="drop"),
+    )
+    return state, proposal, window
+
+
 def step(
     graph: ModelGraph,
     shape: StepShape,
@@ -98,133 +267,34 @@ def step(
     leaves the emitted text unchanged).
     """
     model: Model = graph.bind(params)
-    config = graph.config
-    num_slots = state.length.shape[0]
-    slot = plan.slot
-    row = jnp.minimum(slot, num_slots - 1)  # padding requests read some slot and write none
-
-    for group, table in enumerate(state.tables):
-        at = jnp.where(plan.entries[:, 0] == group, plan.entries[:, 1], num_slots)
-        table = table.at[at, plan.entries[:, 2]].set(plan.entries[:, 3], mode="drop")
-        tables = (*state.tables[:group], table, *state.tables[group + 1 :])
-        state = dataclasses.replace(state, tables=tables)
-    step_tables = tuple(table[row] for table in state.tables)
-
+    mtp = graph.config.mtp
+    state = _enter_pages(state, plan)
+    requests = _requests(state, plan)
     with jax.named_scope("target"):
-        rows = _target_rows(state, plan, step_tables, shape.num_rows)
-        count = rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]
-        computed, length = state.computed[row], state.length[row]
-        inputs = state.tokens.at[slot[rows.request], rows.position].get(mode="clip")
-        write = rows.real & (rows.position >= state.target_valid[row][rows.request])
+        rows = _target_rows(state, plan, requests, shape.num_rows)
+        inputs = state.tokens.at[plan.slot[rows.request], rows.position].get(mode="clip")
+        valid = state.target_valid[requests.row][rows.request]
+        write = rows.real & (rows.position >= valid)
         raw, pages = model.target(inputs, rows, write, state.pages, graph.layout.target)
         normed = model.target.norm(raw)
-
+        state = dataclasses.replace(state, pages=pages)
     with jax.named_scope("verify"):
-        num_draws = jnp.where(count > 0, jnp.maximum(computed + count - (length - 1), 0), 0)
-        draw_rows = pack_rows(length - 1, num_draws, (), shape.logit_rows)
-        owner = draw_rows.request
-        source = rows.cu_q_lens[owner] + draw_rows.position - computed[owner]
-        logits = model.target.logits(normed.at[source].get(mode="clip"))
-        draw_slot = jnp.where(draw_rows.real, slot[owner], num_slots)
-        index = draw_rows.position + 1
-        drawn = sample(logits, state.sampling, draw_slot, index, state.tokens)
-        column = jnp.arange(shape.width, dtype=jnp.int32)
-        packed = jnp.minimum(draw_rows.cu_q_lens[:-1, None] + column, shape.logit_rows - 1)
-        draws = drawn[packed]
-        ahead = length[:, None] + column
-        drafted = state.tokens.at[slot[:, None], ahead].get(mode="clip")
-        verdict = verify(draws, drafted, num_draws, params_of(state.sampling, slot).stop_ids)
-        logprob_output = _logprobs(logits, drawn, plan.logprobs, packed)
-
-        emitted = verdict.num_emitted
-        new_length = length + emitted
-        new_computed = jnp.where(emitted > 0, new_length - 1, computed + count)
-        ended = verdict.stopped | ((emitted > 0) & (new_length >= state.limit[row]))
-        write_slot = jnp.where(column < emitted[:, None], slot[:, None], num_slots)
-        tokens = state.tokens.at[write_slot, ahead].set(draws, mode="drop")
-
-    exact = state.exact[row]
-    hidden = state.hidden
-    drafts = jnp.zeros((slot.shape[0], config.num_modules), jnp.int32)
-    mtp_rows, mtp_logits = None, None
-    drafting = (emitted > 0) & ~ended
-    if config.mtp is not None:
-        exact = advance_exact(exact, computed, length, jnp.maximum(emitted - 1, 0))
-        start = jnp.min(exact, axis=1)
-        window = jnp.where(count > 0, jnp.maximum(new_computed - start, 0), 0)
-        mtp_rows = pack_rows(start, window, step_tables, shape.num_rows)
-        states = raw if config.mtp.target_hidden == "pre" else normed
-        owner = mtp_rows.request
-        feed = _hidden_at(
-            hidden, states, slot[owner], mtp_rows.position, computed[owner], rows.cu_q_lens[owner]
+        emission = _emit(model, shape, state, plan, requests, rows, normed)
+        state = _commit(state, requests, rows, emission)
+    proposal, window = None, None
+    if mtp is not None:
+        states = raw if mtp.target_hidden == "pre" else normed
+        state, proposal, window = _propose(
+            graph, shape, choose_draft, model, state, requests, rows, emission, states
         )
-        proposal = catch_up(
-            graph,
-            model,
-            tokens,
-            pages,
-            mtp_rows,
-            feed,
-            slot,
-            exact,
-            new_length,
-            drafting,
-            lambda logits, index, history: choose_draft(
-                logits, state.sampling, jnp.where(drafting, slot, num_slots), index, history
-            ),
-            collect=shape.collect,
-            unroll=shape.unroll,
-        )
-        drafts, tokens, pages, mtp_logits = proposal
-        lag = hidden.shape[1]
-        kept = new_computed[:, None] - lag + jnp.arange(lag)
-        here = (slot[:, None], kept, computed[:, None], rows.cu_q_lens[:-1, None])
-        ring = _hidden_at(hidden, states, *(jnp.broadcast_to(x, kept.shape) for x in here))
-        hidden = hidden.at[slot].set(ring, mode="drop")
-
-    collected = None
-    if shape.collect:
-        collected = _collected(model, normed, rows, mtp_rows, mtp_logits)
-    state = dataclasses.replace(
-        state,
-        tokens=tokens,
-        length=state.length.at[slot].set(new_length, mode="drop"),
-        computed=state.computed.at[slot].set(new_computed, mode="drop"),
-        drafts=state.drafts.at[slot].set(jnp.where(drafting, config.num_modules, 0), mode="drop"),
-        done=state.done.at[slot].set(state.done[row] | ended, mode="drop"),
-        exact=state.exact.at[slot].set(exact, mode="drop"),
-        hidden=hidden,
-        pages=pages,
-    )
+    no_drafts = jnp.zeros((plan.slot.shape[0], 0), jnp.int32)
     output = StepOutput(
-        tokens=draws,
-        count=emitted,
-        drafted=jnp.maximum(num_draws - 1, 0),
-        done=ended,
-        drafts=drafts,
-        logprobs=logprob_output,
-        collected=collected,
+        tokens=emission.tokens,
+        count=emission.num_emitted,
+        drafted=jnp.maximum(emission.num_draws - 1, 0),
+        done=emission.ended,
+        drafts=no_drafts if proposal is None else proposal.drafts,
+        logprobs=emission.logprobs,
+        collected=all_logits(model, normed, rows, window, proposal) if shape.collect else None,
     )
     return state, output
-
-
-def _collected(
-    model: Model,
-    normed: Float[Array, "T H"],
-    rows: Rows,
-    mtp_rows: Rows | None,
-    mtp_logits: Float[Array, "N T V"] | None,
-) -> CollectedLogits:
-    logits = model.target.logits(normed)
-    if mtp_rows is None or mtp_logits is None:
-        mtp_rows, mtp_logits = rows, jnp.zeros((0, *logits.shape), jnp.float32)
-    return CollectedLogits(
-        target_request=rows.request,
-        target_position=rows.position,
-        target_real=rows.real,
-        target_logits=logits,
-        mtp_request=mtp_rows.request,
-        mtp_position=mtp_rows.position,
-        mtp_real=mtp_rows.real,
-        mtp_logits=mtp_logits,
-    )
