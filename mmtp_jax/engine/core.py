@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -73,13 +73,14 @@ class _Live:
     collector: Callable[[StepOutput, int], None] | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _InFlight:
+    """A step that was dispatched and not read, with what its rows' requests were then."""
+
     scheduled: ScheduledStep
     output: StepOutput
     with_logprobs: bool
-    collected: bool
-    live: tuple[_Live, ...] = field(default=())
+    live: tuple[_Live, ...]
 
 
 class EngineCore:
@@ -220,14 +221,13 @@ class EngineCore:
             plan.entries[: len(entries)] = entries
         with_logprobs = any(one.params.logprobs is not None for one in live)
         plan.logprobs[...] = with_logprobs
-        collected = any(one.collector is not None for one in live)
-        program = self.programs.step(scheduled.bucket, collect=collected)
+        collect = any(one.collector is not None for one in live)
+        program = self.programs.step(scheduled.bucket, collect=collect)
         self.state, output = program(self.params, self.state, plan)
         for leaf in (output.tokens, output.count, output.drafted, output.done):
             leaf.copy_to_host_async()
         self.stats.steps += 1
-        self.stats.rows += sum(row.num_rows for row in scheduled.requests)
-        return _InFlight(scheduled, output, with_logprobs, collected, live)
+        return _InFlight(scheduled, output, with_logprobs, live)
 
     def _admit(self, scheduled: ScheduledAdmission) -> None:
         request, admission = scheduled.request, scheduled.admission

@@ -35,7 +35,6 @@ class EngineStats:
 
     num_modules: int
     steps: int = 0
-    rows: int = 0
     decode_steps: int = 0
     tokens: int = 0
     acceptance: Acceptance = field(init=False)
