@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mmtp_jax.llm import LLM
     from mmtp_jax.outputs import CompletionOutput, RequestOutput
     from mmtp_jax.sampling.params import SamplingParams
+    from mmtp_jax.sampling.structured import StructuredOutputs
     from mmtp_jax.weights.errors import ModelError
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "llm",
     "SamplingParams": "sampling.params",
+    "StructuredOutputs": "sampling.structured",
     "EngineConfig": "config",
     "CacheConfig": "config",
     "SpeculativeConfig": "config",
@@ -35,6 +37,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",
+    "StructuredOutputs",
 ]
 
 

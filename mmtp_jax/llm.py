@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from mmtp_jax.config import CacheConfig, EngineConfig, SpeculativeConfig, require
-from mmtp_jax.engine.core import EngineCore, TokenDelta
+from mmtp_jax.engine.core import EngineCore
+from mmtp_jax.engine.delta import TokenDelta
 from mmtp_jax.engine.driver import EngineDriver, Submission
 from mmtp_jax.engine.programs import enable_compilation_cache
 from mmtp_jax.loader import LoadedModel, load_model

@@ -10,7 +10,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mmtp_jax.engine.core import TokenDelta, TokenLogprobs
+from mmtp_jax.engine.delta import TokenDelta, TokenLogprobs
 from mmtp_jax.engine.stats import Acceptance
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.tokenizer import IncrementalDecoder, Tokenizer

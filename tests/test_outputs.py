@@ -30,7 +30,7 @@ from llm_for_tests import (
 )
 from models_for_tests import write_tiny_tokenizer
 
-from mmtp_jax.engine.core import TokenDelta, TokenLogprobs
+from mmtp_jax.engine.delta import TokenDelta, TokenLogprobs
 from mmtp_jax.llm import LLM
 from mmtp_jax.outputs import CompletionOutput, RequestOutput, Sample
 from mmtp_jax.sampling.params import SamplingParams

@@ -16,6 +16,7 @@ import numpy as np
 from mmtp_jax.cache.manager import CacheManager
 from mmtp_jax.config import EngineConfig
 from mmtp_jax.engine.buckets import buckets
+from mmtp_jax.engine.delta import TokenDelta, TokenLogprobs
 from mmtp_jax.engine.plan import LogprobOutput, StepOutput
 from mmtp_jax.engine.programs import Programs, Progress, empty_admission, empty_plan
 from mmtp_jax.engine.request import FinishReason, Request
@@ -37,28 +38,6 @@ from mmtp_jax.sampling.state import bias_row, host_row
 
 # Rows per scoring chunk: all their logits of all modules are held at once.
 SCORE_CHUNK = 64
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """One emitted token's log-probability and the 20 best alternatives, from the raw logits."""
-
-    chosen: float
-    top_ids: tuple[int, ...]
-    top_values: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class TokenDelta:
-    """What one step added to one request. `drafted`/`accepted` count the drafts it verified."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    drafted: int
-    accepted: int
-    num_cached_tokens: int
-    finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprobs, ...] | None
 
 
 @dataclass

@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 
-from mmtp_jax.engine.core import EngineCore, TokenDelta
+from mmtp_jax.engine.core import EngineCore
+from mmtp_jax.engine.delta import TokenDelta
 from mmtp_jax.engine.request import FinishReason
 
 Sink = Callable[[TokenDelta | BaseException], None]

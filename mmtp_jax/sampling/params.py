@@ -7,11 +7,12 @@ Names, defaults and meanings follow vLLM's `SamplingParams`. Every invalid value
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import cast
+from typing import Any, cast
 
 from mmtp_jax.config import require
+from mmtp_jax.sampling.structured import StructuredOutputs
 
 GREEDY_BELOW = 1e-5
 MAX_STOP_IDS = 16
@@ -30,7 +31,10 @@ class SamplingParams:
     stop, stop_token_ids: end the text (at most 16 ids, those of the model included). logprobs: how
     many alternatives to report per token. presence_penalty and frequency_penalty count the output
     only, repetition_penalty the prompt too. logit_bias: token id to an offset of its logit.
-    allowed_token_ids, banned_token_ids: restrict the vocabulary.
+    allowed_token_ids, banned_token_ids: restrict the vocabulary. prompt_logprobs: how many
+    alternatives to report per prompt token. structured_outputs: what the text must match (a
+    `StructuredOutputs` or a mapping with its fields); it ends the text, so it excludes what could
+    leave no token to choose: ignore_eos, min_tokens, allowed_token_ids and banned_token_ids.
 
     Sequences are stored as tuples (`stop` too, None as an empty one) and `logit_bias` as a dict.
     """
@@ -55,6 +59,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     banned_token_ids: Sequence[int] = ()
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
@@ -64,6 +70,7 @@ class SamplingParams:
         self._check_distribution()
         self._normalise_stop()
         self._normalise_tokens()
+        self._normalise_structure()
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -87,6 +94,8 @@ class SamplingParams:
         )
         if self.logprobs is not None:
             self._set_int("logprobs", 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            self._set_int("prompt_logprobs", 0, MAX_LOGPROBS)
 
     def _check_distribution(self) -> None:
         # The outer bounds of temperature and repetition keep their float32 forms finite and > 0.
@@ -133,6 +142,25 @@ class SamplingParams:
                 for token, value in self.logit_bias.items()
             }
             self._set("logit_bias", bias)
+
+    def _normalise_structure(self) -> None:
+        given = self.structured_outputs
+        if given is None:
+            return
+        if isinstance(given, Mapping):
+            known = {entry.name for entry in fields(StructuredOutputs)}
+            for name in given:
+                require(name in known, f"there is no structured_outputs field {name!r}")
+            self._set("structured_outputs", StructuredOutputs(**given))
+        require(
+            isinstance(self.structured_outputs, StructuredOutputs),
+            f"structured_outputs must be a StructuredOutputs or a mapping, got {given!r}",
+        )
+        for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "banned_token_ids"):
+            require(
+                not getattr(self, name),
+                f"{name} cannot be combined with structured_outputs: it could leave no token",
+            )
 
     @property
     def greedy(self) -> bool:

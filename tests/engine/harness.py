@@ -18,7 +18,8 @@ import numpy as np
 from oracle import Oracle, Trace
 
 from mmtp_jax.config import CacheConfig, EngineConfig, ModelConfig
-from mmtp_jax.engine.core import EngineCore, TokenDelta
+from mmtp_jax.engine.core import EngineCore
+from mmtp_jax.engine.delta import TokenDelta
 from mmtp_jax.engine.request import Request
 from mmtp_jax.models.model import assemble, model_graph, random_value
 from mmtp_jax.sampling.params import SamplingParams
