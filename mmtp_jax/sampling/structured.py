@@ -58,7 +58,10 @@ class StructuredOutputs:
                 isinstance(value, str) and bool(value),
                 f"structured_outputs {name} must be a non-empty string, got {value!r}",
             )
-        error = _error_in(self.compiled())
+        try:
+            error = _error_in(self.compiled())
+        except UnicodeEncodeError:
+            error = "it is not valid Unicode"
         require(not error, f"structured_outputs {name} is not usable: {error}")
 
     def compiled(self) -> str:
@@ -113,8 +116,4 @@ def _error_in(grammar: str) -> str:
 
     Clients send the same grammar again and again.
     """
-    try:
-        found = llguidance.LLMatcher.validate_grammar(grammar)
-    except UnicodeEncodeError:
-        found = "it is not valid Unicode"
-    return " ".join(found.split())
+    return " ".join(llguidance.LLMatcher.validate_grammar(grammar).split())
