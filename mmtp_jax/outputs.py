@@ -7,6 +7,7 @@ same token as without speculation.
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,6 +76,19 @@ class RequestOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
+@dataclass(frozen=True)
+class Increment:
+    """What a sample released since the previous increment. `text` is the join of `pieces`, one for
+    every token that has its text in it: `token_ids` and `logprobs` (empty if not asked for) are of
+    the same tokens. Several tokens may share a character: it is in the last one's piece.
+    """
+
+    text: str
+    pieces: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 @dataclass
 class Sample:
     """Accumulates the deltas of one sample."""
@@ -101,6 +115,8 @@ class Sample:
         self._released = 0  # characters handed out so far
         self._searchable = 0  # a stop string may not begin before this character
         self._num_reported = 0  # tokens handed out so far
+        self._ends: list[int] = []  # where in the text each token's text ends
+        self._num_pieces = 0  # tokens handed out in increments
 
     def take(self, delta: TokenDelta) -> bool:
         """Add a step's tokens; True if a stop string ended the sample, which the engine cannot
@@ -115,22 +131,44 @@ class Sample:
             self.token_ids.append(token)
             taken += 1
             if delta.finish_reason == "stop" and taken == len(delta.token_ids):
-                self._end_at_stop_token(token)
-            elif self._push(token):
-                reason, by_string = "stop", True
+                if self._end_at_stop_token(token):
+                    self._ends.append(len(self.text))
+                break
+            by_string = self._push(token)
+            self._ends.append(len(self.text))
+            if by_string:
+                reason = "stop"
                 break
         self.finish_reason = reason
         if reason == "length" and self._decoder is not None:
             self.text += self._decoder.finish()
+        if reason is not None:
+            self._close_pieces(cut=by_string)
         kept = min(delta.accepted, taken - 1)
         self.acceptance.count(min(delta.drafted, kept) if by_string else delta.drafted, kept)
         return by_string and delta.finish_reason is None
 
+    def increment(self) -> Increment:
+        """What can be handed out now. While the sample runs, text that may become a stop string is
+        held back."""
+        start, first = self._released, self._num_pieces
+        self._released = self._releasable()
+        ends, last = self._ends, first
+        while last < len(ends) and ends[last] <= self._released:
+            last += 1
+        self._released = ends[last - 1] if last > first else start
+        self._num_pieces = last
+        bounds = [start, *ends[first:last]]
+        return Increment(
+            text=self.text[start : self._released],
+            pieces=tuple(self.text[a:b] for a, b in itertools.pairwise(bounds)),
+            token_ids=tuple(self.token_ids[first:last]),
+            logprobs=tuple(self.logprobs[first:last]),
+        )
+
     def output(self) -> CompletionOutput:
-        """A snapshot. While the sample runs, text that may become a stop string is held back."""
-        end = len(self.text)
-        if self.finish_reason is None and self._stop:
-            end = max(self._released, end - self._held_back())
+        """A snapshot, with the text of `increment`."""
+        end = self._releasable()
         new_text, self._released = self.text[self._released : end], end
         new_tokens, self._num_reported = self.token_ids[self._num_reported :], len(self.token_ids)
         return CompletionOutput(
@@ -146,15 +184,34 @@ class Sample:
             new_token_ids=tuple(new_tokens),
         )
 
-    def _end_at_stop_token(self, token: int) -> None:
+    def _releasable(self) -> int:
+        end = len(self.text)
+        if self.finish_reason is None and self._stop:
+            end = max(self._released, end - self._held_back())
+        return end
+
+    def _close_pieces(self, cut: bool) -> None:
+        """The text is complete: its last characters belong to the last token that is in it. Tokens
+        of a stop string that was cut off are in no piece."""
+        size = len(self.text)
+        self._ends = [min(end, size) for end in self._ends]
+        while cut and self._ends and (self._ends[-2] if len(self._ends) > 1 else 0) == size:
+            self._ends.pop()
+        if self._ends:
+            self._ends[-1] = size
+
+    def _end_at_stop_token(self, token: int) -> bool:
+        """Add what was held back, and the stop token's own text if it is wanted (then True)."""
         models_own = token in self.eos_token_ids and not self.params.ignore_eos
         if not models_own:
             self.stop_reason = token
         if self._decoder is None:
-            return
-        if self.params.include_stop_str_in_output and not models_own:
+            return False
+        wanted = self.params.include_stop_str_in_output and not models_own
+        if wanted:
             self.text += self._decoder.push([token])
         self.text += self._decoder.finish()
+        return wanted
 
     def _push(self, token: int) -> bool:
         """Add a token's text; True (and the text is cut) if a stop string is complete."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from llm_for_tests import (
     EOS,
@@ -145,6 +145,56 @@ def test_stop_strings_end_at_the_same_character_however_tokens_arrive(
     assert counts.drafted[0] - steps_with_all_drafts in ((0, 1) if ended_by_stop else (0,))
     assert counts.drafted == sorted(counts.drafted, reverse=True)
     assert counts.accepted == sorted(counts.accepted, reverse=True)
+
+
+@given(data=st.data())
+def test_pieces_of_increments_join_to_the_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    text = data.draw(st.text("abcé€", max_size=12))
+    # Characters outside the vocabulary are tokens of no text: pieces may be empty.
+    finish = data.draw(st.sampled_from(["length", "stop"]))
+    tokens = tokenizer.encode(text) + [EOS] * (finish == "stop")
+    assume(tokens)
+    params = SamplingParams(
+        stop=data.draw(st.lists(st.text("abc", min_size=1, max_size=3), max_size=3)),
+        stop_token_ids=data.draw(st.sampled_from([(), (EOS,)])),
+        ignore_eos=data.draw(st.booleans()),
+        include_stop_str_in_output=data.draw(st.booleans()),
+        logprobs=0,
+    )
+    sample = Sample(0, params, tokenizer, (EOS,), MODULES)
+    increments, start = [], 0
+    while sample.finish_reason is None:
+        end = min(start + data.draw(st.integers(1, MODULES + 1)), len(tokens))
+        sample.take(
+            TokenDelta(
+                request_id="0",
+                token_ids=tuple(tokens[start:end]),
+                drafted=MODULES,
+                accepted=end - start - 1,
+                num_cached_tokens=0,
+                finish_reason=finish if end == len(tokens) else None,  # type: ignore[arg-type]
+                logprobs=tuple(TokenLogprobs(-float(i), (), ()) for i in range(start, end)),
+            )
+        )
+        start = end
+        if data.draw(st.booleans()) or sample.finish_reason is not None:
+            increments.append(sample.increment())
+    assert "".join(one.text for one in increments) == sample.text
+    for one in increments:
+        assert "".join(one.pieces) == one.text
+        assert len(one.pieces) == len(one.token_ids) == len(one.logprobs)
+    ids = [token for one in increments for token in one.token_ids]
+    assert ids == sample.token_ids[: len(ids)]
+    assert [one.chosen for each in increments for one in each.logprobs] == [
+        -i for i in range(len(ids))
+    ]
+    # Only tokens that stand for no text of the answer are left out: a stop, or its string.
+    if sample.finish_reason == "length":
+        assert ids == sample.token_ids
+    shown = "".join(tokenizer.decode([token]) for token in ids)
+    assert shown.startswith(sample.text)
+    if params.include_stop_str_in_output or not params.stop:
+        assert len(sample.token_ids) - len(ids) <= 1
 
 
 def test_drafts_past_a_stop_string_do_not_count_when_a_stop_token_follows(

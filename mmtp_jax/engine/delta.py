@@ -1,14 +1,16 @@
-"""What the engine reports of a request: the tokens that one step added to it."""
+"""What the engine reports of a request: the tokens that one step added to it.
+
+Structs of msgspec, because a server's engine sends them to another process after every step.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from mmtp_jax.engine.request import FinishReason
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token's log-probability and the best alternatives, from the raw logits."""
 
     chosen: float
@@ -16,8 +18,7 @@ class TokenLogprobs:
     top_values: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one step added to one request. `drafted`/`accepted` count the drafts it verified.
 
     `logprobs` has one entry per token if the request asked for them. `prompt_logprobs` comes with
