@@ -57,6 +57,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return LoadedModel(config, graph, params, tokenizer, max_model_len)
 
 
+def describe(loaded: LoadedModel) -> str:
+    """What was loaded, in one line."""
+    config, speculative = loaded.config, loaded.config.speculative
+    modules = f"{speculative.modules_in_checkpoint}"
+    if speculative.load_format == "dummy":
+        modules += " (random)"
+    return (
+        f"model {config.model}, dtype {parameter_dtype(config.dtype)},"
+        f" device {jax.devices()[0].device_kind}, MTP modules {modules},"
+        f" speculative tokens {speculative.num_modules}, context {loaded.max_model_len}"
+    )
+
+
 def model_for(config: EngineConfig, checkpoint: ModelConfig) -> ModelConfig:
     """The model that is built: the target with `speculative.num_modules` modules.
 

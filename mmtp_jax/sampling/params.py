@@ -198,6 +198,12 @@ class SamplingParams:
             _require_choice(self.allowed_token_ids, banned, vocab_size, "min_tokens")
 
 
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a prompt, in [0, 2**32): samples are independent of each other
+    because their noise is keyed by different seeds."""
+    return (seed + index * 0x9E3779B1) % 2**32
+
+
 def _require_choice(
     allowed: Sequence[int] | None, banned: set[int], vocab_size: int, name: str
 ) -> None:
