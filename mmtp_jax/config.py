@@ -7,8 +7,9 @@ the limit. This module imports no jax: the scheduler and the allocator read it t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from mmtp_jax.checks import ConfigError as ConfigError
 from mmtp_jax.checks import check_types
@@ -290,3 +291,27 @@ class EngineConfig:
             f"load_format must be 'auto' or 'dummy', got {self.load_format!r}",
         )
         require(0 <= self.seed < 2**31, f"seed must be in [0, 2**31), got {self.seed}")
+
+
+def engine_config(
+    model: str, speculative: SpeculativeConfig | Mapping[str, Any] | None, /, **options: Any
+) -> EngineConfig:
+    """An `EngineConfig` from keywords; `ConfigError` names an option that does not exist."""
+    cache_fields = {field.name for field in fields(CacheConfig)}
+    engine_fields = {field.name for field in fields(EngineConfig)}
+    engine_fields -= {"model", "cache", "speculative"}
+    for name in options:
+        require(name in cache_fields | engine_fields, f"there is no engine option {name!r}")
+    cache = CacheConfig(**{name: options.pop(name) for name in cache_fields & options.keys()})
+    if speculative is None:
+        speculative = SpeculativeConfig()
+    elif isinstance(speculative, Mapping):
+        known = {"method", "num_speculative_tokens", "load_format"}
+        for name in speculative:
+            require(name in known, f"there is no speculative_config field {name!r}")
+        speculative = SpeculativeConfig(**speculative)
+    require(
+        isinstance(speculative, SpeculativeConfig),
+        f"speculative_config must be a SpeculativeConfig or a mapping, got {speculative!r}",
+    )
+    return EngineConfig(model=str(model), cache=cache, speculative=speculative, **options)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mmtp_jax.config import CacheConfig, EngineConfig, SpeculativeConfig, require
+from mmtp_jax.config import SpeculativeConfig, engine_config, require
 from mmtp_jax.engine.core import EngineCore
 from mmtp_jax.engine.delta import TokenDelta
 from mmtp_jax.engine.driver import EngineDriver, Submission
@@ -316,27 +316,3 @@ class _Run:
             outputs=tuple(sample.output() for sample in self.samples),
             num_cached_tokens=max(sample.num_cached_tokens for sample in self.samples),
         )
-
-
-def engine_config(
-    model: str, speculative: SpeculativeConfig | Mapping[str, Any] | None, /, **options: Any
-) -> EngineConfig:
-    """An `EngineConfig` from keywords; `ConfigError` names an option that does not exist."""
-    cache_fields = {field.name for field in dataclasses.fields(CacheConfig)}
-    engine_fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    engine_fields -= {"model", "cache", "speculative"}
-    for name in options:
-        require(name in cache_fields | engine_fields, f"there is no engine option {name!r}")
-    cache = CacheConfig(**{name: options.pop(name) for name in cache_fields & options.keys()})
-    if speculative is None:
-        speculative = SpeculativeConfig()
-    elif isinstance(speculative, Mapping):
-        known = {"method", "num_speculative_tokens", "load_format"}
-        for name in speculative:
-            require(name in known, f"there is no speculative_config field {name!r}")
-        speculative = SpeculativeConfig(**speculative)
-    require(
-        isinstance(speculative, SpeculativeConfig),
-        f"speculative_config must be a SpeculativeConfig or a mapping, got {speculative!r}",
-    )
-    return EngineConfig(model=str(model), cache=cache, speculative=speculative, **options)

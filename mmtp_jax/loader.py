@@ -38,8 +38,9 @@ class LoadedModel:
     max_model_len: int
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Load `config.model`.
+def load_model(config: EngineConfig, *, chat_template: str | None = None) -> LoadedModel:
+    """Load `config.model`; `chat_template` replaces the model's own (`ChatTemplateError` if it is
+    none).
 
     Raises `ModelError` if the model cannot be had or does not fit its description, `ConfigError` if
     the configuration asks for what the model does not offer.
@@ -52,8 +53,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     graph = model_graph(model)
     dtype = parameter_dtype(config.dtype)
     max_model_len = _max_model_len(config, graph, dtype)
+    tokenizer = load_tokenizer(checkpoint.tokenizer_source, chat_template)
     params = _parameters(config, checkpoint, graph, dtype)
-    tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     return LoadedModel(config, graph, params, tokenizer, max_model_len)
 
 

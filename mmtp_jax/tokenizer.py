@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -100,6 +101,31 @@ class Tokenizer:
             # The template is a program of the model's: it may fail with any exception.
             raise ChatTemplateError(f"the model's chat template failed: {error}") from error
 
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same tokenizer with another chat template; `ChatTemplateError` if it is not one."""
+        other = Tokenizer(
+            self._tokenizer,
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_id,
+            chat_template=template,
+        )
+        try:
+            _ = other._template
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the chat template is not valid jinja: {error}") from error
+        return other
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the chat template reads."""
+        if self._chat_template is None:
+            return frozenset()
+        try:
+            parsed = self._template.environment.parse(self._chat_template)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template failed: {error}") from error
+        return frozenset(jinja2.meta.find_undeclared_variables(parsed))
+
     def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
         """Token ids of a chat. The template spells out all special tokens, so none are added."""
         return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
@@ -159,16 +185,29 @@ class IncrementalDecoder:
         return piece
 
 
-def load_tokenizer(source: Path | Mapping[str, Any]) -> Tokenizer | None:
+def load_tokenizer(
+    source: Path | Mapping[str, Any], chat_template: str | None = None
+) -> Tokenizer | None:
     """The tokenizer of a model directory, of a GGUF file, or of GGUF metadata read already.
 
-    None when the model carries no tokenizer. Raises `ModelError` when it is damaged or of a kind
-    that is not supported.
+    `chat_template` replaces the model's own; `ChatTemplateError` if it is not one. None when the
+    model carries no tokenizer. Raises `ModelError` when it is damaged or of a kind that is not
+    supported.
     """
-    if isinstance(source, Path):
-        if source.is_dir():
-            return _from_directory(source)
-        source = metadata(open_gguf(source))
+    if isinstance(source, Path) and source.is_dir():
+        tokenizer = _from_directory(source)
+    else:
+        tokenizer = _from_metadata(
+            metadata(open_gguf(source)) if isinstance(source, Path) else source
+        )
+    if chat_template is None:
+        return tokenizer
+    if tokenizer is None:
+        raise ChatTemplateError("a chat template needs a tokenizer, and this model has none")
+    return tokenizer.with_chat_template(chat_template)
+
+
+def _from_metadata(source: Mapping[str, Any]) -> Tokenizer | None:
     tokenizer = build_tokenizer(source)
     if tokenizer is None:
         return None

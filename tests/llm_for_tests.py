@@ -17,7 +17,8 @@ import numpy as np
 from models_for_tests import tiny_config, tiny_tensors, write_tiny_llama
 from oracle import Oracle
 
-from mmtp_jax.llm import LLM, engine_config
+from mmtp_jax.config import engine_config
+from mmtp_jax.llm import LLM
 from mmtp_jax.loader import LoadedModel, load_model
 
 MODULES = 3

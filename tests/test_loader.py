@@ -14,8 +14,8 @@ from llm_for_tests import MODULES, OPTIONS, PLAIN, checkpoint_values, load_tiny,
 from models_for_tests import tiny_config, write_tiny_llama
 
 from mmtp_jax import loader
-from mmtp_jax.config import ConfigError, LayerSpec, MTPConfig, SpeculativeConfig
-from mmtp_jax.llm import LLM, engine_config
+from mmtp_jax.config import ConfigError, LayerSpec, MTPConfig, SpeculativeConfig, engine_config
+from mmtp_jax.llm import LLM
 from mmtp_jax.loader import LoadedModel, load_model, warn_about_unused_gpu
 from mmtp_jax.sampling.params import SamplingParams
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from models_for_tests import write_tiny_llama
 
-from mmtp_jax.serve import main
+from mmtp_jax.chat import main
 
 ROOT = Path(__file__).resolve().parent.parent
 # One program of 16 rows.
@@ -30,7 +30,7 @@ class Result(NamedTuple):
     err: str
 
 
-Serve = Callable[..., Result]
+Chat = Callable[..., Result]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Serve:
+def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
     """Run `main` in this process with piped input."""
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
 
@@ -74,11 +74,11 @@ def serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "mmtp_jax.serve", *map(str, arguments)]
+    return [sys.executable, "-m", "mmtp_jax.chat", *map(str, arguments)]
 
 
-def test_help_shows_groups_and_defaults(serve: Serve) -> None:
-    result = serve("--help")
+def test_help_shows_groups_and_defaults(chat: Chat) -> None:
+    result = chat("--help")
     assert result.code == 0
     text = " ".join(result.out.split())
     for group in ("model:", "engine:", "cache:", "speculation:", "answers:"):
@@ -89,7 +89,7 @@ def test_help_shows_groups_and_defaults(serve: Serve) -> None:
 
 
 def test_arguments_are_parsed_without_jax() -> None:
-    program = "import sys, mmtp_jax.serve; print(*({'jax', 'flax'} & set(sys.modules)))"
+    program = "import sys, mmtp_jax.chat; print(*({'jax', 'flax'} & set(sys.modules)))"
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -117,8 +117,8 @@ def test_arguments_are_parsed_without_jax() -> None:
         ("--model no-such-model", "unknown model 'no-such-model'"),
     ],
 )
-def test_errors_are_one_line(serve: Serve, arguments: str, message: str) -> None:
-    result = serve(*arguments.split())
+def test_errors_are_one_line(chat: Chat, arguments: str, message: str) -> None:
+    result = chat(*arguments.split())
     assert result.code == 2
     assert result.out == ""
     assert result.err.startswith(f"error: {message}")
@@ -134,9 +134,9 @@ def test_errors_are_one_line(serve: Serve, arguments: str, message: str) -> None
     ],
 )
 def test_contradictory_speculation_is_refused(
-    serve: Serve, config: str, count: int, other: int
+    chat: Chat, config: str, count: int, other: int
 ) -> None:
-    result = serve("--speculative-config", config, "--num-speculative-tokens", str(count))
+    result = chat("--speculative-config", config, "--num-speculative-tokens", str(count))
     assert result.code == 2
     expected = f"error: --num-speculative-tokens {count} contradicts the {other} of"
     assert result.err == f"{expected} --speculative-config\n"
@@ -152,18 +152,18 @@ def test_errors_of_the_process(models: Path) -> None:
     assert run.stderr == expected
 
 
-def test_more_speculative_tokens_than_modules(serve: Serve, models: Path) -> None:
-    result = serve("--model", models / "modules", "--num-speculative-tokens", "3")
+def test_more_speculative_tokens_than_modules(chat: Chat, models: Path) -> None:
+    result = chat("--model", models / "modules", "--num-speculative-tokens", "3")
     assert result.code == 2
     assert result.err.startswith("error: num_speculative_tokens=3 exceeds the 2 MTP module(s)")
     assert result.err.count("\n") == 1
 
 
-def test_prompt_with_and_without_speculation(serve: Serve, models: Path) -> None:
+def test_prompt_with_and_without_speculation(chat: Chat, models: Path) -> None:
     """The same text; the notice and the statistics say what ran."""
     prompt = ("--prompt", "hello there", "--max-tokens", "40", *SMALL)
     results = {
-        modules: serve("--model", models / "modules", "--num-speculative-tokens", modules, *prompt)
+        modules: chat("--model", models / "modules", "--num-speculative-tokens", modules, *prompt)
         for modules in ("2", "0")
     }
     assert results["2"].code == results["0"].code == 0
@@ -185,11 +185,11 @@ def test_prompt_with_and_without_speculation(serve: Serve, models: Path) -> None
     assert re.fullmatch(r"40 tokens, [\d.]+ tokens/s, token limit reached", statistics)
 
 
-def test_a_base_model_completes_prompts_as_they_are(serve: Serve, models: Path) -> None:
+def test_a_base_model_completes_prompts_as_they_are(chat: Chat, models: Path) -> None:
     """The fallback says so, and equals --no-chat-template; bytes that are no UTF-8 do no harm."""
     arguments = ("--max-tokens", "8", "--max-model-len", "64", *SMALL)
     lines = b"abc\n\xff\xfe\n\n" + b"too long " * 10 + b"\nabc\n"
-    base = serve("--model", models / "base", *arguments, stdin=lines)
+    base = chat("--model", models / "base", *arguments, stdin=lines)
     assert base.code == 0
     notes = base.err.splitlines()
     assert notes[0].startswith("this model has no chat template")
@@ -197,23 +197,23 @@ def test_a_base_model_completes_prompts_as_they_are(serve: Serve, models: Path) 
     assert (
         "error: the prompt has 90 tokens, but the context of 64 leaves room for at most 63" in notes
     )
-    raw = serve("--model", models / "plain", "--no-chat-template", *arguments, stdin=lines)
+    raw = chat("--model", models / "plain", "--no-chat-template", *arguments, stdin=lines)
     assert raw.out == base.out
     assert "no chat template" not in raw.err
     assert base.out.endswith("\n")
     assert sum("8 tokens" in note for note in notes) == 3
     assert base.out[:6] in base.out[-9:], "every prompt stands alone"
 
-    result = serve("--model", models / "base", "--system", "be brief", *arguments)
+    result = chat("--model", models / "base", "--system", "be brief", *arguments)
     assert result.code == 2
     assert result.err.startswith("error: this model has no chat template")
 
 
-def test_a_conversation_forgets_its_oldest_turns(serve: Serve, models: Path) -> None:
+def test_a_conversation_forgets_its_oldest_turns(chat: Chat, models: Path) -> None:
     """Turns count against the context until it is full, or until /reset."""
     arguments = ("--model", models / "plain", "--max-tokens", "20", "--max-model-len", "110")
     turns = ["hi", "hi", "hi", "/reset", "hi", "a" * 120, "/nope", "/quit", "never read"]
-    result = serve(*arguments, *SMALL, stdin="\n".join(turns).encode())
+    result = chat(*arguments, *SMALL, stdin="\n".join(turns).encode())
     assert result.code == 0
     notes = result.err.splitlines()[1:]
     answered = "20 tokens"

@@ -1,0 +1,142 @@
+"""Command-line options of the engine, shared by every command. Imports no jax."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any, NoReturn
+
+from mmtp_jax.config import DTYPES, CacheConfig, EngineConfig, engine_config, require
+
+# Options that are fields of EngineConfig and CacheConfig under the same names.
+_SAME = (
+    "dtype",
+    "seed",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "load_format",
+    "page_size",
+    "num_pages",
+    "memory_fraction",
+    "enable_prefix_caching",
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line and exit code 2, without the usage."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(
+            prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def option(group: Any, *flags: str, help: str, **settings: Any) -> None:
+    """Add an option whose help shows its default."""
+    if settings.get("default") is not None:
+        help += " (default: %(default)s)"
+    if settings.get("type") in (int, float):
+        settings["metavar"] = "N" if settings["type"] is int else "X"
+    group.add_argument(*flags, help=help, **settings)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What model to run and how: groups model, engine, cache and speculation."""
+    engine, cache = EngineConfig, CacheConfig
+    group = parser.add_argument_group("model")
+    option(
+        group, "--model", default=engine.model, help="known name, directory, .gguf file or hub id"
+    )
+    help = "of parameters and cache; auto: bfloat16 on an accelerator, float32 on a CPU"
+    option(group, "--dtype", choices=DTYPES, default=engine.dtype, help=help)
+    help = "dummy makes random weights"
+    choices = ("auto", "dummy")
+    option(group, "--load-format", choices=choices, default=engine.load_format, help=help)
+    option(group, "--seed", type=int, default=engine.seed, help="of sampling and random weights")
+    help = "a jinja file, or the template itself (default: the model's own)"
+    option(group, "--chat-template", type=_file_or_text, metavar="TEMPLATE", help=help)
+
+    group = parser.add_argument_group("engine")
+    help = "context in tokens (default: what the model and the cache hold)"
+    option(group, "--max-model-len", type=int, help=help)
+    default = engine.max_num_seqs
+    option(group, "--max-num-seqs", type=int, default=default, help="requests that run at once")
+    default = engine.max_num_batched_tokens
+    option(group, "--max-num-batched-tokens", type=int, default=default, help="rows of one step")
+
+    group = parser.add_argument_group("cache")
+    option(group, "--page-size", type=int, default=cache.page_size, help="positions of a page")
+    option(group, "--num-pages", type=int, help="pages of the cache (default: by memory)")
+    help = "share of the accelerator's memory to use"
+    flags = ("--memory-fraction", "--gpu-memory-utilization")
+    option(group, *flags, type=float, default=cache.memory_fraction, help=help)
+    option(
+        group,
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=cache.enable_prefix_caching,
+        help="reuse what equal beginnings of prompts have cached",
+    )
+
+    group = parser.add_argument_group("speculation")
+    help = 'e.g. {"method": "mtp", "num_speculative_tokens": 3, "load_format": "dummy"}'
+    option(group, "--speculative-config", type=_json_object, metavar="JSON", help=help)
+    help = "0 turns speculation off (default: one for every MTP module of the checkpoint)"
+    option(group, "--num-speculative-tokens", type=int, help=help)
+
+
+def engine_config_of(args: argparse.Namespace) -> EngineConfig:
+    """The configuration that parsed options ask for; `ConfigError` if it cannot work."""
+    speculative = _speculative(args.speculative_config, args.num_speculative_tokens)
+    return engine_config(args.model, speculative, **{name: getattr(args, name) for name in _SAME})
+
+
+def unicode_text(argument: str) -> str:
+    """An argument as valid Unicode: bytes of another encoding become U+FFFD."""
+    return os.fsencode(argument).decode(errors="replace")
+
+
+def one_line(error: Exception) -> str:
+    """What a user is told of an error; chat templates may raise several lines."""
+    return f"error: {' '.join(str(error).split())}"
+
+
+def _file_or_text(argument: str) -> str:
+    if "{" in argument:
+        return unicode_text(argument)
+    try:
+        with open(argument, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {argument}: {error}") from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return value
+
+
+def _speculative(given: dict[str, Any] | None, count: int | None) -> dict[str, Any] | None:
+    """What --speculative-config and --num-speculative-tokens say together.
+
+    Raises `ConfigError` if they contradict each other.
+    """
+    if count is None:
+        return given
+    given = given or {}
+    other = 0 if given.get("method", "mtp") is None else given.get("num_speculative_tokens")
+    require(
+        other in (None, count),
+        f"--num-speculative-tokens {count} contradicts the {other} of --speculative-config",
+    )
+    return given | {"num_speculative_tokens": count}
