@@ -19,6 +19,7 @@ from mmtp_jax.config import SpeculativeConfig, engine_config, require
 from mmtp_jax.engine.core import EngineCore
 from mmtp_jax.engine.delta import TokenDelta
 from mmtp_jax.engine.driver import EngineDriver, Submission
+from mmtp_jax.engine.grammar import Grammar, Grammars
 from mmtp_jax.engine.programs import enable_compilation_cache
 from mmtp_jax.loader import LoadedModel, load_model
 from mmtp_jax.outputs import RequestOutput, Sample
@@ -31,7 +32,7 @@ from mmtp_jax.prompts import (
     checked_ids,
     per_prompt,
 )
-from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.sampling.params import SamplingParams, sample_seed
 from mmtp_jax.scoring import Scorer
 from mmtp_jax.tokenizer import Tokenizer
 from mmtp_jax.weights.resolve import cache_directory
@@ -74,6 +75,10 @@ class LLM:
         self.model_config = loaded.graph.config
         self.max_model_len = loaded.max_model_len
         self._tokenizer = loaded.tokenizer
+        self._grammars: Grammars | None = None
+        if loaded.tokenizer is not None:
+            model = loaded.graph.config
+            self._grammars = Grammars(loaded.tokenizer, model.vocab_size, model.eos_token_ids)
         with CompileBar(visible=progress) as bar:
             self.core = EngineCore(
                 loaded.config,
@@ -257,7 +262,18 @@ class LLM:
             for index in range(params.n)
         ]
         names = [f"{next(self._ids)}" for _ in samples]
-        return _Run(text, ids, params, seed, samples, names)
+        return _Run(text, ids, params, seed, samples, names, self._grammar(params))
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of every sample, compiled on the caller's thread."""
+        if params.structured_outputs is None:
+            return None
+        require(
+            self._grammars is not None,
+            "structured_outputs need a tokenizer, and this model has none",
+        )
+        assert self._grammars is not None
+        return self._grammars.compile(params)
 
     def _submit(
         self, runs: Sequence[_Run], push: Callable[[_Run, int, Event], None]
@@ -266,13 +282,16 @@ class LLM:
         submissions = []
         for run in runs:
             for index, name in enumerate(run.names):
-                # Samples of one prompt are independent: their noise is keyed by different seeds.
-                seed = run.seed + index * 0x9E3779B1
+                grammar = None if run.grammar is None else run.grammar.copy()
 
                 def add(
-                    core: EngineCore, run: _Run = run, name: str = name, seed: int = seed
+                    core: EngineCore,
+                    run: _Run = run,
+                    name: str = name,
+                    seed: int = sample_seed(run.seed, index),
+                    grammar: Grammar | None = grammar,
                 ) -> None:
-                    core.add(name, run.prompt_ids, run.params, seed)
+                    core.add(name, run.prompt_ids, run.params, seed, grammar=grammar)
 
                 submissions.append(Submission(name, add, functools.partial(push, run, index)))
         return self._driver.submit(submissions)
@@ -304,6 +323,7 @@ class _Run:
     seed: int
     samples: list[Sample]
     names: list[str]
+    grammar: Grammar | None
 
     @property
     def finished(self) -> bool:
@@ -315,4 +335,5 @@ class _Run:
             prompt_token_ids=tuple(self.prompt_ids),
             outputs=tuple(sample.output() for sample in self.samples),
             num_cached_tokens=max(sample.num_cached_tokens for sample in self.samples),
+            prompt_logprobs=self.samples[0].prompt_logprobs,
         )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import dataclass, field
-from typing import Literal
 
 from mmtp_jax.engine.delta import TokenDelta, TokenLogprobs
+from mmtp_jax.engine.request import FinishReason
 from mmtp_jax.engine.stats import Acceptance
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.tokenizer import IncrementalDecoder, Tokenizer
@@ -29,7 +29,7 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: FinishReason | None
     stop_reason: str | int | None
     acceptance: Acceptance
     num_steps: int
@@ -44,12 +44,14 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """All samples of one prompt. The properties are those of the first sample."""
+    """All samples of one prompt. The properties are those of the first sample. `prompt_logprobs`
+    has an entry for every prompt token but the first."""
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -101,10 +103,11 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
-    finish_reason: Literal["stop", "length", "abort"] | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_steps: int = 0
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.num_modules)
@@ -117,6 +120,7 @@ class Sample:
         self._num_reported = 0  # tokens handed out so far
         self._ends: list[int] = []  # where in the text each token's text ends
         self._num_pieces = 0  # tokens handed out in increments
+        self.verified = (0, 0)  # drafts of the latest step that count, and those accepted
 
     def take(self, delta: TokenDelta) -> bool:
         """Add a step's tokens; True if a stop string ended the sample, which the engine cannot
@@ -124,6 +128,8 @@ class Sample:
         """
         self.num_steps += 1
         self.num_cached_tokens = delta.num_cached_tokens
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         reason, taken, by_string = delta.finish_reason, 0, False
         for token in delta.token_ids:
             if delta.logprobs is not None:
@@ -145,7 +151,8 @@ class Sample:
         if reason is not None:
             self._close_pieces(cut=by_string)
         kept = min(delta.accepted, taken - 1)
-        self.acceptance.count(min(delta.drafted, kept) if by_string else delta.drafted, kept)
+        self.verified = (min(delta.drafted, kept) if by_string else delta.drafted, kept)
+        self.acceptance.count(*self.verified)
         return by_string and delta.finish_reason is None
 
     def increment(self) -> Increment:

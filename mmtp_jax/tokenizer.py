@@ -53,6 +53,10 @@ class Tokenizer:
         """The number of tokens; the model's vocabulary may be padded beyond it."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The content of a tokenizer.json."""
+        return self._tokenizer.to_str()
+
     def id_to_token(self, token_id: int) -> str | None:
         """The token's spelling in the vocabulary, None beyond `vocab_size`."""
         return self._tokenizer.id_to_token(token_id)

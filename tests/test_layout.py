@@ -26,6 +26,8 @@ LAYERS: dict[str, int] = {
     "tokenizer": 1,
     "weights": 1,
     "engine": 2,
+    "loader": 2,
+    "outputs": 2,
     "server": 3,
     "training": 3,
 }
@@ -39,9 +41,15 @@ HOST_ONLY = (
     "mmtp_jax.cache.pool",
     "mmtp_jax.cache.manager",
     "mmtp_jax.cache.prefix",
+    "mmtp_jax.arguments",
+    "mmtp_jax.engine.delta",
     "mmtp_jax.engine.request",
     "mmtp_jax.engine.scheduler",
+    "mmtp_jax.outputs",
     "mmtp_jax.sampling.params",
+    "mmtp_jax.serve",
+    "mmtp_jax.server.app",
+    "mmtp_jax.server.run",
 )
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "jaxtyping", "optax", "orbax", "pallas_kernels"}
 

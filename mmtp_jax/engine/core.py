@@ -6,6 +6,7 @@ device decides (accepted drafts, stop ids, limits) is already in its state when 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ import jax
 import numpy as np
 
 from mmtp_jax.cache.manager import CacheManager
-from mmtp_jax.config import EngineConfig
+from mmtp_jax.config import EngineConfig, require
 from mmtp_jax.engine.buckets import buckets
-from mmtp_jax.engine.delta import TokenDelta, TokenLogprobs
-from mmtp_jax.engine.plan import LogprobOutput, StepOutput
+from mmtp_jax.engine.delta import TokenDelta
+from mmtp_jax.engine.grammar import Grammar, fill_masks
+from mmtp_jax.engine.logprobs import PromptCollector, taken_logprobs
+from mmtp_jax.engine.plan import StepOutput
 from mmtp_jax.engine.programs import Programs, Progress, empty_admission, empty_plan
 from mmtp_jax.engine.request import FinishReason, Request
 from mmtp_jax.engine.scheduler import (
@@ -50,6 +53,9 @@ class _Live:
     bias: np.ndarray | None
     stop_ids: frozenset[int]
     collector: Callable[[StepOutput, int], None] | None = None
+    prompt: PromptCollector | None = None
+    grammar: Grammar | None = None
+    drafts: tuple[int, ...] = ()  # with a grammar: what the next step verifies
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,6 @@ class _InFlight:
 
     scheduled: ScheduledStep
     output: StepOutput
-    with_logprobs: bool
     live: tuple[_Live, ...]
 
 
@@ -139,11 +144,13 @@ class EngineCore:
         seed: int,
         *,
         collector: Callable[[StepOutput, int], None] | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """Queue a request. Raises ValueError for a prompt or parameters that cannot run.
 
-        `seed` keys the sampler's noise. A `collector` gets (step output, row) of every step the
-        request takes part in, with all rows' logits; such a request reuses no cached prefix.
+        `grammar` is the compiled `params.structured_outputs`, at its beginning. `seed` keys the
+        sampler's noise. A `collector` gets (step output, row) of every step the request takes part
+        in, with all rows' logits; such a request reuses no cached prefix.
         """
         model = self.graph.config
         for token in prompt_ids:
@@ -152,10 +159,19 @@ class EngineCore:
                     f"prompt token ids must lie in [0, {model.vocab_size}), got {token}"
                 )
         params.validate_for(model.vocab_size, model.eos_token_ids)
+        require(
+            (params.structured_outputs is None) == (grammar is None),
+            "structured_outputs and the compiled grammar must come together",
+        )
         request = Request.create(request_id, prompt_ids, params.max_tokens, self.max_model_len)
         if collector is not None:
             request.reuses_prefix = False
             request.max_chunk = max(SCORE_CHUNK, self.num_speculative_tokens)
+        request.awaits_result = grammar is not None
+        prompt = None
+        if params.prompt_logprobs is not None:
+            request.reuses_prefix = False
+            prompt = PromptCollector(len(prompt_ids), params.prompt_logprobs)
         self.scheduler.add(request)
         stop_ids = params.stop_ids(model.eos_token_ids)
         self._live[request_id] = _Live(
@@ -165,6 +181,8 @@ class EngineCore:
             bias=bias_row(params, model.vocab_size),
             stop_ids=frozenset(stop_ids),
             collector=collector,
+            prompt=prompt,
+            grammar=grammar,
         )
 
     def finish(self, request_id: str, reason: FinishReason = "abort") -> bool:
@@ -187,6 +205,7 @@ class EngineCore:
         for admission in scheduled.admissions:
             self._admit(admission)
         live = tuple(self._live[row.request.request_id] for row in scheduled.requests)
+        self._upload_masks(scheduled, live)
         bucket = self.programs.buckets[scheduled.bucket]
         plan = empty_plan(bucket, self.config.max_num_seqs)
         entries: list[tuple[int, int, int, int]] = []
@@ -198,19 +217,38 @@ class EngineCore:
                 entries.extend((group, row.slot, column, page) for column, page in new)
         if entries:
             plan.entries[: len(entries)] = entries
-        with_logprobs = any(one.params.logprobs is not None for one in live)
-        plan.logprobs[...] = with_logprobs
+        plan.logprobs[...] = any(one.params.logprobs is not None for one in live)
+        plan.prompt_logprobs[...] = any(one.prompt is not None for one in live)
         collect = any(one.collector is not None for one in live)
         program = self.programs.step(scheduled.bucket, collect=collect)
         self.state, output = program(self.params, self.state, plan)
         for leaf in (output.tokens, output.count, output.drafted, output.done):
             leaf.copy_to_host_async()
         self.stats.steps += 1
-        return _InFlight(scheduled, output, with_logprobs, live)
+        return _InFlight(scheduled, output, live)
+
+    def _upload_masks(self, scheduled: ScheduledStep, live: tuple[_Live, ...]) -> None:
+        """Tell the device what the grammars allow in the rows that this step samples from."""
+        waiting = [
+            (row, one)
+            for row, one in zip(scheduled.requests, live, strict=True)
+            if one.grammar is not None and row.samples
+        ]
+        while waiting:
+            slots, starts, masks = self.programs.empty_masks()
+            batch, waiting = waiting[: len(slots)], waiting[len(slots) :]
+            jobs = []
+            for index, (row, one) in enumerate(batch):
+                assert one.grammar is not None
+                slots[index], starts[index] = row.slot, one.request.length
+                jobs.append((one.grammar, index, one.drafts))
+            fill_masks(masks, jobs)
+            self.state = self.programs.set_masks(self.state, slots, starts, masks)
 
     def _admit(self, scheduled: ScheduledAdmission) -> None:
         request, admission = scheduled.request, scheduled.admission
         live = self._live[request.request_id]
+        live.drafts = ()
         arrays = empty_admission(self.state)
         valid = admission.valid[0]
         arrays.numbers[:] = (
@@ -233,59 +271,70 @@ class EngineCore:
             self.state = self.programs.set_bias(self.state, np.int32(scheduled.slot), live.bias)
 
     def _read(self, step: _InFlight) -> list[TokenDelta]:
-        output = step.output
-        tokens, counts, drafted, done = jax.device_get(
-            (output.tokens, output.count, output.drafted, output.done)
-        )
-        logprobs = jax.device_get(output.logprobs) if step.with_logprobs else None
+        output = _fetch(step)
         results, current = [], []
         for index, (row, live) in enumerate(zip(step.scheduled.requests, step.live, strict=True)):
-            emitted = tuple(tokens[index, : counts[index]].tolist())
-            stopped = bool(done[index]) and emitted[-1] in live.stop_ids
+            emitted = tuple(output.tokens[index, : output.count[index]].tolist())
+            stopped = bool(output.done[index]) and emitted[-1] in live.stop_ids
             results.append(StepResult(emitted, "stop" if stopped else None))
             current.append(row.is_current)
             if current[-1] and live.collector is not None:
-                live.collector(output, index)
+                live.collector(step.output, index)
+            if current[-1] and live.prompt is not None:
+                live.prompt.take(output.prompt_logprobs, index, row.num_rows)
         self.scheduler.update(step.scheduled, results)
         deltas = []
         for index, (live, result) in enumerate(zip(step.live, results, strict=True)):
-            request = live.request
             if not current[index] or not result.token_ids:
                 continue
-            emitted = tuple(result.token_ids)
-            # A stop token ends the drafts that count: those after it were never wanted.
-            verified = int(drafted[index])
-            if result.finish_reason == "stop":
-                verified = min(verified, len(emitted) - 1)
-            delta = TokenDelta(
-                request_id=request.request_id,
-                token_ids=emitted,
-                drafted=verified,
-                accepted=len(emitted) - 1,
-                num_cached_tokens=request.num_cached_tokens,
-                finish_reason=request.finish_reason,
-                logprobs=None
-                if logprobs is None
-                else _token_logprobs(live, logprobs, index, emitted),
-            )
-            self.stats.count(delta.drafted, delta.accepted, len(emitted))
-            if request.finish_reason is not None:
-                self._live.pop(request.request_id, None)
-            deltas.append(delta)
+            self._follow(live, result, output, index)
+            deltas.append(self._delta(live, result, output, index))
+            if live.request.finish_reason is not None:
+                self._live.pop(live.request.request_id, None)
         return deltas
 
+    def _follow(self, live: _Live, result: StepResult, output: StepOutput, index: int) -> None:
+        """Move a request's grammar on, and remember the drafts that its next masks depend on."""
+        if live.grammar is None or live.request.finish_reason is not None:
+            return
+        live.grammar.advance(result.token_ids)
+        live.drafts = tuple(output.drafts[index].tolist())
+        if live.grammar.error is not None:
+            self.scheduler.finish(live.request.request_id, "error")
 
-def _token_logprobs(
-    live: _Live, logprobs: LogprobOutput, index: int, emitted: tuple[int, ...]
-) -> tuple[TokenLogprobs, ...] | None:
-    wanted = live.params.logprobs
-    if wanted is None:
-        return None
-    return tuple(
-        TokenLogprobs(
-            float(logprobs.chosen[index, column]),
-            tuple(logprobs.top_ids[index, column, :wanted].tolist()),
-            tuple(logprobs.top_values[index, column, :wanted].tolist()),
+    def _delta(self, live: _Live, result: StepResult, output: StepOutput, index: int) -> TokenDelta:
+        request, emitted = live.request, tuple(result.token_ids)
+        # A stop token ends the drafts that count: those after it were never wanted.
+        verified = int(output.drafted[index])
+        if result.finish_reason == "stop":
+            verified = min(verified, len(emitted) - 1)
+        wanted = live.params.logprobs
+        prompt, live.prompt = live.prompt, None
+        delta = TokenDelta(
+            request_id=request.request_id,
+            token_ids=emitted,
+            drafted=verified,
+            accepted=len(emitted) - 1,
+            num_cached_tokens=request.num_cached_tokens,
+            finish_reason=request.finish_reason,
+            logprobs=None
+            if wanted is None
+            else taken_logprobs(output.logprobs, index, len(emitted), wanted),
+            prompt_logprobs=None if prompt is None else prompt.result(),
         )
-        for column in range(len(emitted))
-    )
+        self.stats.count(delta.drafted, delta.accepted, len(emitted))
+        return delta
+
+
+def _fetch(step: _InFlight) -> StepOutput:
+    """A step's output on the host; what none of its requests asked for stays on the device."""
+    output, live = step.output, step.live
+    names = ["tokens", "count", "drafted", "done"]
+    if any(one.grammar is not None for one in live):
+        names.append("drafts")
+    if any(one.params.logprobs is not None for one in live):
+        names.append("logprobs")
+    if any(one.prompt is not None for one in live):
+        names.append("prompt_logprobs")
+    fetched = jax.device_get({name: getattr(output, name) for name in names})
+    return dataclasses.replace(output, **fetched)

@@ -18,7 +18,8 @@ class StepPlan:
     """B requests (slot = R for padding). `rows` is an upper bound on the target rows: the device
     clips it to the tokens and drafts it holds, the request's limit and `capacity` (positions
     that have pages in every group). `entries` are new page-table entries: group, slot, column,
-    page (slot = R: none). `logprobs` says whether any request of the step wants them.
+    page (slot = R: none). `logprobs` and `prompt_logprobs` say whether any request of the step
+    wants them.
     """
 
     slot: Int32[Any, " B"]
@@ -26,6 +27,7 @@ class StepPlan:
     capacity: Int32[Any, " B"]
     entries: Int32[Any, "X 4"]
     logprobs: Bool[Any, ""]
+    prompt_logprobs: Bool[Any, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +38,20 @@ class LogprobOutput:
     chosen: Float[Array, "B W"]
     top_ids: Int32[Array, "B W 20"]
     top_values: Float[Array, "B W 20"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-softmax of the raw logits at every target row, for the known token after it; zeros when
+    no request asked. Request b's rows are those from `first_row[b]` on, at the positions from
+    `first_position[b]` on."""
+
+    first_row: Int32[Array, " B"]
+    first_position: Int32[Array, " B"]
+    chosen: Float[Array, " T"]
+    top_ids: Int32[Array, "T 20"]
+    top_values: Float[Array, "T 20"]
 
 
 @jax.tree_util.register_dataclass
@@ -66,4 +82,5 @@ class StepOutput:
     done: Bool[Array, " B"]
     drafts: Int32[Array, "B N"]
     logprobs: LogprobOutput
+    prompt_logprobs: PromptLogprobs
     collected: CollectedLogits | None

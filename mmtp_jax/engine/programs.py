@@ -23,10 +23,12 @@ from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit
 from mmtp_jax.engine.step import Chooser, StepShape, step
 from mmtp_jax.models.model import ModelGraph, Params
 from mmtp_jax.sampling.sampler import sample
-from mmtp_jax.sampling.state import NEUTRAL_ROW, write_bias
+from mmtp_jax.sampling.state import NEUTRAL_ROW, write_bias, write_masks
 
 Progress = Callable[[int, int, str], None]
 CACHED_PROGRAMS_BYTES = 2 << 30
+# Requests whose masks travel together.
+MASKS_PER_UPLOAD = 8
 
 
 def enable_compilation_cache(directory: Path) -> None:
@@ -57,6 +59,7 @@ def empty_plan(bucket: Bucket, num_slots: int) -> StepPlan:
         capacity=np.zeros(bucket.num_requests, np.int32),
         entries=np.full((bucket.num_entries, 4), num_slots, np.int32),
         logprobs=np.array(False),
+        prompt_logprobs=np.array(False),
     )
 
 
@@ -77,8 +80,15 @@ def _set_bias(state: EngineState, slot: jax.Array, bias: jax.Array) -> EngineSta
     return dataclasses.replace(state, sampling=write_bias(state.sampling, slot, bias))
 
 
+def _set_masks(
+    state: EngineState, slots: jax.Array, starts: jax.Array, masks: jax.Array
+) -> EngineState:
+    sampling = write_masks(state.sampling, slots, starts, masks)
+    return dataclasses.replace(state, sampling=sampling)
+
+
 class Programs:
-    """The compiled step of every bucket, admission, and bias upload."""
+    """The compiled step of every bucket, admission, and the uploads of biases and masks."""
 
     def __init__(
         self,
@@ -111,6 +121,7 @@ class Programs:
         jobs["bias"] = lambda: self._compile(
             _set_bias, np.int32(0), np.zeros(graph.config.vocab_size, np.float32)
         )
+        jobs["masks"] = lambda: self._compile(_set_masks, *self.empty_masks())
         done = {}
         with ThreadPoolExecutor(max_workers=min(len(jobs), os.cpu_count() or 1)) as pool:
             futures = {pool.submit(job): name for name, job in jobs.items()}
@@ -120,11 +131,22 @@ class Programs:
                     progress(len(done), len(jobs), futures[future])
         self.admit = done["admission"]
         self.set_bias = done["bias"]
+        self.set_masks = done["masks"]
         self._steps = {size: done[f"step of {size} rows"] for size in self.buckets}
 
     @property
     def num_programs(self) -> int:
-        return len(self._steps) + 2
+        return len(self._steps) + 3
+
+    def empty_masks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slots, starts and masks of one upload: nothing but padding that allows every token."""
+        num_slots, width, words = self._abstract_state.sampling.masks.shape
+        count = min(num_slots, MASKS_PER_UPLOAD)
+        return (
+            np.full(count, num_slots, np.int32),
+            np.full(count, -1, np.int32),
+            np.full((count, width, words), -1, np.int32),
+        )
 
     def step(self, num_rows: int, *, collect: bool = False) -> Any:
         """The executable `(params, state, plan) -> (state, output)` of a bucket. The variant that

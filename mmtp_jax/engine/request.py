@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from mmtp_jax.cache.keys import PrefixKeys
 from mmtp_jax.cache.manager import Admission, PageTables
 
-type FinishReason = Literal["stop", "length", "abort"]
+type FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestStatus(enum.Enum):
@@ -35,7 +35,8 @@ class Request:
     hold cache entries. During prefill both are exact for steps in flight too; once a step in flight
     samples, the device may be ahead by up to that step's rows. `incarnation` changes at every
     preemption: output of an earlier one is dropped. `reuses_prefix` False computes every position,
-    `max_chunk` bounds the rows of its prefill chunks.
+    `max_chunk` bounds the rows of its prefill chunks. `awaits_result` keeps it out of a step while
+    one that samples is unread: what the step is told depends on what came out.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class Request:
     num_cached_tokens: int = 0
     reuses_prefix: bool = True
     max_chunk: int | None = None
+    awaits_result: bool = False
     in_flight: deque[InFlight] = field(default_factory=deque)
     keys: PrefixKeys | None = None
     tables: PageTables | None = None

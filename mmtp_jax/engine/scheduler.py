@@ -248,6 +248,8 @@ class Scheduler:
 
     def _num_rows(self, request: Request, budget: int) -> int:
         """Rows the next step gives a request within a budget of costs; 0 for none."""
+        if request.awaits_result and any(step.samples for step in request.in_flight):
+            return 0
         if request.prefilling:
             chunk = min(request.prefill_end - request.max_computed, budget)
             if self.config.max_chunk is not None:

@@ -82,7 +82,7 @@ def initial_state(
         hidden=jnp.zeros((num_slots, max(num_modules, 1), hidden_size), dtype),
         tables=tuple(jnp.zeros((num_slots, width), jnp.int32) for _ in layout.groups),
         pages=allocate(layout, num_pages, page_size, dtype),
-        sampling=empty(num_slots, vocab_size),
+        sampling=empty(num_slots, vocab_size, width=num_modules + 1),
     )
 
 

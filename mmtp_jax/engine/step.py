@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from mmtp_jax.engine.collect import all_logits
+from mmtp_jax.engine.logprobs import emitted_logprobs, prompt_logprobs
 from mmtp_jax.engine.plan import LogprobOutput, StepOutput, StepPlan
 from mmtp_jax.engine.state import EngineState
 from mmtp_jax.models.model import Model, ModelGraph, Params
 from mmtp_jax.models.rows import Rows, pack_rows
-from mmtp_jax.sampling.sampler import logprobs, sample
-from mmtp_jax.sampling.state import SamplingState, params_of
+from mmtp_jax.sampling.sampler import sample
+from mmtp_jax.sampling.state import SamplingState, params_of, without_masks
 from mmtp_jax.speculative.exactness import advance_exact
 from mmtp_jax.speculative.propose import Proposal, catch_up
 from mmtp_jax.speculative.verify import verify
@@ -115,23 +116,6 @@ def _hidden_at(
     return jnp.where((position >= computed)[..., None], fresh, kept)
 
 
-def _logprobs(
-    logits: Float[Array, "S V"],
-    draws: Int32[Array, " S"],
-    wanted: Array,
-    rows: Int32[Array, "B W"],
-) -> LogprobOutput:
-    def compute() -> tuple[Array, Array, Array]:
-        return logprobs(logits, draws)
-
-    def skip() -> tuple[Array, Array, Array]:
-        shapes = jax.eval_shape(compute)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-    chosen, top_ids, top_values = jax.lax.cond(wanted, compute, skip)
-    return LogprobOutput(chosen[rows], top_ids[rows], top_values[rows])
-
-
 def _emit(
     model: Model,
     shape: StepShape,
@@ -166,7 +150,7 @@ def _emit(
         num_emitted=verdict.num_emitted,
         ended=verdict.stopped | ((verdict.num_emitted > 0) & full),
         num_draws=num_draws,
-        logprobs=_logprobs(logits, drawn, plan.logprobs, packed),
+        logprobs=emitted_logprobs(logits, drawn, plan.logprobs, packed),
     )
 
 
@@ -214,6 +198,8 @@ def _propose(
     behind = jnp.where(_count(rows) > 0, jnp.maximum(computed - start, 0), 0)
     window = pack_rows(start, behind, requests.tables, shape.num_rows)
     drafting = (emission.num_emitted > 0) & ~emission.ended
+    # Masks are for the indices just verified; beyond the newest token they would be stale.
+    sampling = without_masks(state.sampling)
     draft_slot = jnp.where(drafting, slot, num_slots)
 
     def hidden_at(request: Int32[Array, "*X"], position: Int32[Array, "*X"]) -> Array:
@@ -232,9 +218,7 @@ def _propose(
         exact,
         length,
         drafting,
-        lambda logits, index, history: choose_draft(
-            logits, state.sampling, draft_slot, index, history
-        ),
+        lambda logits, index, history: choose_draft(logits, sampling, draft_slot, index, history),
         collect=shape.collect,
         unroll=shape.unroll,
     )
@@ -275,12 +259,16 @@ def step(
         inputs = state.tokens.at[plan.slot[rows.request], rows.position].get(mode="clip")
         valid = state.target_valid[requests.row][rows.request]
         write = rows.real & (rows.position >= valid)
+        following = state.tokens.at[plan.slot[rows.request], rows.position + 1].get(mode="clip")
         raw, pages = model.target(inputs, rows, write, state.pages, graph.layout.target)
         normed = model.target.norm(raw)
         state = dataclasses.replace(state, pages=pages)
     with jax.named_scope("verify"):
         emission = _emit(model, shape, state, plan, requests, rows, normed)
         state = _commit(state, requests, rows, emission)
+        prompt = prompt_logprobs(
+            model, normed, following, plan.prompt_logprobs, rows.cu_q_lens[:-1], requests.computed
+        )
     proposal, window = None, None
     if mtp is not None:
         states = raw if mtp.target_hidden == "pre" else normed
@@ -295,6 +283,7 @@ def step(
         done=emission.ended,
         drafts=no_drafts if proposal is None else proposal.drafts,
         logprobs=emission.logprobs,
+        prompt_logprobs=prompt,
         collected=all_logits(model, normed, rows, window, proposal) if shape.collect else None,
     )
     return state, output

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float32, Int32
 
-from mmtp_jax.sampling.state import RowParams, SamplingState, params_of
+from mmtp_jax.sampling.state import RowParams, SamplingState, mask_column, params_of
 
 
 def process(
@@ -39,6 +39,14 @@ def process(
         counted = (position >= start[:, None]) & (position < index[:, None])
         tokens = history.at[slot].get(mode="clip")
         return jnp.zeros(logits.shape, jnp.int32).at[rows, tokens].add(counted, mode="drop")
+
+    column = mask_column(state, slot, index)
+
+    def mask(logits: Float32[Array, "S V"]) -> Float32[Array, "S V"]:
+        words = state.masks.at[slot, column].get(mode="clip")
+        bits = (words[:, :, None] >> jnp.arange(32)) & 1
+        allowed = bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] == 1
+        return jnp.where((column < 0)[:, None] | allowed, logits, -jnp.inf)
 
     def add_bias(logits: Float32[Array, "S V"]) -> Float32[Array, "S V"]:
         bias = state.bias.at[slot].get(mode="clip")
@@ -65,6 +73,7 @@ def process(
     def divide(logits: Float32[Array, "S V"]) -> Float32[Array, "S V"]:
         return logits / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
 
+    logits = apply_if(column >= 0, mask, logits)
     logits = apply_if(params.has_bias, add_bias, logits)
     logits = apply_if(below_min, ban_stop_ids, logits)
     logits = apply_if(params.repetition != 1, repetition, logits)
@@ -74,10 +83,14 @@ def process(
     return apply_if(params.temperature > 0, divide, logits)
 
 
-def changes_logits(params: RowParams, index: Int32[Array, " S"]) -> Bool[Array, " S"]:
-    """The rows for which `process` or the sampler does anything at all."""
+def changes_logits(
+    params: RowParams, column: Int32[Array, " S"], index: Int32[Array, " S"]
+) -> Bool[Array, " S"]:
+    """The rows for which `process` or the sampler does anything at all; `column` as from
+    `mask_column`."""
     return (
         params.has_bias
+        | (column >= 0)
         | (index < params.min_len)
         | (params.repetition != 1)
         | (params.frequency != 0)

@@ -18,7 +18,7 @@ from jaxtyping import Float32, Int32, UInt32
 from mmtp_jax.sampling.filters import filter_scores
 from mmtp_jax.sampling.params import MAX_LOGPROBS
 from mmtp_jax.sampling.processors import apply_if, changes_logits, process
-from mmtp_jax.sampling.state import RowParams, SamplingState, params_of
+from mmtp_jax.sampling.state import RowParams, SamplingState, mask_column, params_of
 
 
 def sample(
@@ -42,7 +42,9 @@ def sample(
 
     # The branches return tokens, not logits: a plain greedy step copies nothing of size V.
     tokens: Array = lax.cond(
-        jnp.any(changes_logits(params, index)), processed, lambda: _argmax(logits)
+        jnp.any(changes_logits(params, mask_column(state, slot, index), index)),
+        processed,
+        lambda: _argmax(logits),
     )
     return tokens
 

@@ -7,6 +7,7 @@ C = `ROW_SIZE`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,10 +30,16 @@ ROW_SIZE = _STOP + MAX_STOP_IDS
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingState:
-    """Parameters of every slot; a row of `bias` counts only where has_bias is set in its row."""
+    """Parameters of every slot; a row of `bias` counts only where has_bias is set in its row.
+
+    `masks` (one bit per token, the lowest bit of a word first) say which tokens may be chosen at
+    the W indices from `mask_start` on; -1 there: any, at every index.
+    """
 
     rows: Int32[Array, "R C"]
     bias: Float32[Array, "R V"]
+    masks: Int32[Array, "R W words"]
+    mask_start: Int32[Array, " R"]
 
 
 class RowParams(NamedTuple):
@@ -67,11 +74,13 @@ NEUTRAL_ROW = _pack((0.0, 1.0, 0.0, 0.0, 0.0, 1.0), (0,) * len(_INTS), ())
 NEUTRAL_ROW.flags.writeable = False
 
 
-def empty(num_slots: int, vocab_size: int) -> SamplingState:
-    """A state whose slots are all neutral."""
+def empty(num_slots: int, vocab_size: int, width: int = 1) -> SamplingState:
+    """A state whose slots are all neutral; `width` indices of a request can be masked at once."""
     return SamplingState(
         rows=jnp.tile(jnp.asarray(NEUTRAL_ROW), (num_slots, 1)),
         bias=jnp.zeros((num_slots, vocab_size), jnp.float32),
+        masks=jnp.zeros((num_slots, width, -(-vocab_size // 32)), jnp.int32),
+        mask_start=jnp.full(num_slots, -1, jnp.int32),
     )
 
 
@@ -116,18 +125,54 @@ def bias_row(params: SamplingParams, vocab_size: int) -> Float32[np.ndarray, " V
 def write_slot(
     state: SamplingState, slot: Int32[Array, ""] | int, row: Int32[Array | np.ndarray, " C"]
 ) -> SamplingState:
-    """Give `slot` the packed `row` and no bias. A slot past the end writes nothing."""
-    return SamplingState(state.rows.at[slot].set(row, mode="drop"), state.bias)
+    """Give `slot` the packed `row`, no bias and no masks. A slot past the end writes nothing."""
+    return dataclasses.replace(
+        state,
+        rows=state.rows.at[slot].set(row, mode="drop"),
+        mask_start=state.mask_start.at[slot].set(-1, mode="drop"),
+    )
 
 
 def write_bias(
     state: SamplingState, slot: Int32[Array, ""] | int, bias: Float32[Array | np.ndarray, " V"]
 ) -> SamplingState:
     """Give `slot` a bias row; call it after `write_slot`. A slot past the end writes nothing."""
-    return SamplingState(
-        state.rows.at[slot, _HAS_BIAS].set(1, mode="drop"),
-        state.bias.at[slot].set(bias, mode="drop"),
+    return dataclasses.replace(
+        state,
+        rows=state.rows.at[slot, _HAS_BIAS].set(1, mode="drop"),
+        bias=state.bias.at[slot].set(bias, mode="drop"),
     )
+
+
+def write_masks(
+    state: SamplingState,
+    slots: Int32[Array, " M"],
+    starts: Int32[Array, " M"],
+    masks: Int32[Array, "M W words"],
+) -> SamplingState:
+    """Give each of `slots` masks for the indices from its start on. Slots past the end write
+    nothing."""
+    return dataclasses.replace(
+        state,
+        masks=state.masks.at[slots].set(masks, mode="drop"),
+        mask_start=state.mask_start.at[slots].set(starts, mode="drop"),
+    )
+
+
+def without_masks(state: SamplingState) -> SamplingState:
+    """The same parameters with nothing masked."""
+    return dataclasses.replace(state, mask_start=jnp.full_like(state.mask_start, -1))
+
+
+def mask_column(
+    state: SamplingState, slot: Int32[Array, " S"], index: Int32[Array, " S"]
+) -> Int32[Array, " S"]:
+    """Which of its slot's masks holds at each row's index; -1 for none (padding rows too)."""
+    num_slots, width = state.masks.shape[:2]
+    start = state.mask_start.at[slot].get(mode="clip")
+    column = index - start
+    is_masked = (slot < num_slots) & (start >= 0) & (column >= 0) & (column < width)
+    return jnp.where(is_masked, column, -1)
 
 
 def params_of(state: SamplingState, slot: Int32[Array, " S"]) -> RowParams:

@@ -1,0 +1,216 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from mmtp_jax.outputs import Increment
+from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.server.errors import bad_request
+from mmtp_jax.server.generation import Choice, Generation, Prompt
+from mmtp_jax.server.logprobs import LogprobFormat, pieces_of
+from mmtp_jax.server.protocol import CompletionBody
+from mmtp_jax.server.responses import STREAMED, Completion, usage
+from mmtp_jax.server.sampling import sampling_params
+from mmtp_jax.server.service import Service, WithService, new_id
+from mmtp_jax.server.stream import DONE, EventStream, event, until_gone
+
+router = APIRouter()
+
+# OpenAI's default for completions.
+DEFAULT_MAX_TOKENS = 16
+
+
+@router.post("/v1/completions", response_model=Completion, responses=STREAMED)
+async def completions(body: CompletionBody, request: Request, service: WithService) -> Response:
+    """Complete prompts: texts or token ids, one or several."""
+    answer = _Answer.of(body, service)
+    if body.stream:
+        return EventStream(answer.stream())
+    return JSONResponse(await until_gone(request, answer.complete()))
+
+
+@dataclass
+class _Answer:
+    """One request's answer as it grows."""
+
+    body: CompletionBody
+    model: str
+    generation: Generation
+    params: SamplingParams
+    format: LogprobFormat
+    only_prompt: bool
+    id: str = field(default_factory=lambda: new_id("cmpl"))
+    created: int = field(default_factory=lambda: int(time.time()))
+    offsets: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, body: CompletionBody, service: Service) -> _Answer:
+        """Check a request. Raises `APIError`."""
+        service.model()
+        model = service.model_name(body)
+        asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        # Only the prompt and its log-probabilities: a token has to be drawn all the same.
+        only_prompt = bool(body.echo) and asked == 0
+        params = sampling_params(
+            body, max_tokens=1 if only_prompt else asked, logprobs=body.logprobs, structured=None
+        )
+        if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+            params = dataclasses.replace(params, prompt_logprobs=body.logprobs)
+        prompts = _prompts(body, service)
+        return cls(
+            body,
+            model,
+            service.generation(body, prompts, params, "prompt"),
+            params,
+            LogprobFormat(service.tokenizer, bool(body.return_tokens_as_token_ids)),
+            only_prompt,
+        )
+
+    async def complete(self) -> dict[str, Any]:
+        with self.generation as generation:
+            async for _ in generation:
+                pass
+        choices = []
+        for choice in self.generation.choices:
+            shown = self._first(choice)
+            parts = [part for part in (shown, self._next(choice)) if part is not None]
+            logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+            choices.append(
+                {
+                    "index": choice.index,
+                    "text": "".join(part["text"] for part in parts),
+                    "logprobs": _joined(logprobs),
+                    **self._end(choice),
+                    "prompt_logprobs": self._prompt_logprobs(choice),
+                }
+            )
+        return self._body(choices) | {"usage": self._usage()}
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        include_usage = {"usage": None} if self.body.include_usage else {}
+        begun: set[int] = set()
+        with self.generation as generation:
+            async for changed in generation:
+                parts: list[dict[str, Any]] = []
+                for choice in changed:
+                    if choice.index not in begun:
+                        begun.add(choice.index)
+                        parts.append(self._first(choice) or {})
+                    parts.append(self._next(choice) or {})
+                    if choice.finished:
+                        end = {"index": choice.index, "text": "", "logprobs": None}
+                        parts.append(end | self._end(choice))
+                chunks = [
+                    event(self._body([part]) | include_usage | self._continuous_usage())
+                    for part in parts
+                    if part
+                ]
+                if chunks:
+                    yield b"".join(chunks)
+        if self.body.include_usage:
+            yield event(self._body([]) | {"usage": self._usage()})
+        yield DONE
+
+    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _first(self, choice: Choice) -> dict[str, Any] | None:
+        """The echoed prompt, if it was asked for."""
+        if not self.body.echo:
+            return None
+        prompt = choice.prompt
+        logprobs = None
+        if self.body.logprobs is not None:
+            pieces = pieces_of(self.format.tokenizer, prompt.token_ids)
+            known = choice.sample.prompt_logprobs or ()
+            logprobs = self.format.completion(
+                pieces, prompt.token_ids, [None, *known], top=self.body.logprobs, offset=0
+            )
+        self.offsets[choice.index] = len(prompt.text)
+        return self._part(choice, prompt.text, logprobs)
+
+    def _next(self, choice: Choice) -> dict[str, Any] | None:
+        """What was released since the last call; None if nothing was."""
+        increment = choice.sample.increment()
+        if self.only_prompt or not (increment.text or increment.pieces):
+            return None
+        return self._part(choice, increment.text, self._logprobs(choice, increment))
+
+    def _part(self, choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def _logprobs(self, choice: Choice, increment: Increment) -> dict[str, Any] | None:
+        offset = self.offsets.get(choice.index, 0)
+        self.offsets[choice.index] = offset + len(increment.text)
+        if self.body.logprobs is None:
+            return None
+        return self.format.completion(
+            increment.pieces,
+            increment.token_ids,
+            increment.logprobs,
+            top=self.body.logprobs,
+            offset=offset,
+        )
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        sample = choice.sample
+        if self.only_prompt:
+            return {"finish_reason": "length", "stop_reason": None}
+        return {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
+        known = choice.sample.prompt_logprobs
+        if self.body.prompt_logprobs is None or known is None:
+            return None
+        return self.format.prompt(choice.prompt.token_ids, known, self.body.prompt_logprobs)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.generation.choices, only_prompt=self.only_prompt)
+
+    def _continuous_usage(self) -> dict[str, Any]:
+        return {"usage": self._usage()} if self.body.continuous_usage else {}
+
+
+def _prompts(body: CompletionBody, service: Service) -> list[Prompt]:
+    """The prompts of a request as token ids with their text. Raises `APIError`."""
+    given = body.prompt
+    several: list[str] | list[list[int]]
+    if isinstance(given, str):
+        several = [given]
+    elif given and isinstance(given[0], int):
+        several = [given]
+    else:
+        several = cast(list[str] | list[list[int]], given)
+    if not several:
+        raise bad_request("prompt must hold at least one prompt, got none", "prompt")
+    special = body.add_special_tokens is not False
+    return [
+        Prompt(one, service.encode(one, "prompt", special))
+        if isinstance(one, str)
+        else Prompt("".join(pieces_of(service.tokenizer, one)) if body.echo else "", one)
+        for one in several
+    ]
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    if not parts:
+        return None
+    joined: dict[str, Any] = {}
+    for name in parts[0]:
+        lists = [part[name] for part in parts]
+        joined[name] = None if lists[0] is None else [entry for one in lists for entry in one]
+    return joined

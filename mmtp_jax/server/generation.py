@@ -1,0 +1,146 @@
+"""The samples of one HTTP request on their way through the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+from mmtp_jax.engine.delta import TokenDelta
+from mmtp_jax.outputs import Sample
+from mmtp_jax.sampling.params import SamplingParams, sample_seed
+from mmtp_jax.server.engine_client import EngineClient
+from mmtp_jax.server.errors import APIError
+from mmtp_jax.server.messages import AddRequest
+from mmtp_jax.server.metrics import Metrics
+
+_DEFAULTS = asdict(SamplingParams())
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the text they came from (or stand for)."""
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass
+class Choice:
+    """One sample of one prompt: choice `index` of the answer. Times are of `time.monotonic`."""
+
+    index: int
+    prompt: Prompt
+    sample: Sample
+    request_id: str
+    last_token: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.sample.finish_reason is not None
+
+
+class Generation:
+    """Runs every sample of a request; a context manager that leaves nothing running behind.
+
+    Iterating gives the choices that got tokens, those of several steps at once if the reader is
+    slower than the engine. Raises `APIError` if the engine refuses a request, or ends.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        choices: Sequence[Choice],
+        params: SamplingParams,
+        seeds: Sequence[int],
+    ) -> None:
+        self.choices = choices
+        self._client = client
+        self._metrics = metrics
+        self._params = params
+        self._seeds = seeds
+        self._events: asyncio.Queue[tuple[Choice, TokenDelta | APIError]] = asyncio.Queue()
+        self._arrival = time.monotonic()
+
+    def __enter__(self) -> Generation:
+        fields = _fields(self._params)
+        requests = [
+            AddRequest(choice.request_id, choice.prompt.token_ids, fields, sample_seed(seed, index))
+            for choice, (seed, index) in zip(self.choices, self._numbered_seeds(), strict=True)
+        ]
+        by_id = {choice.request_id: choice for choice in self.choices}
+        self._client.submit(requests, lambda request_id: self._sink(by_id[request_id]))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        left = [choice for choice in self.choices if not choice.finished]
+        self._client.end([choice.request_id for choice in left], "abort")
+        for choice in left:
+            self._finish(choice, "error" if isinstance(error, APIError) else "abort")
+
+    async def __aiter__(self) -> AsyncIterator[list[Choice]]:
+        while not all(choice.finished for choice in self.choices):
+            changed: dict[int, Choice] = {}
+            self._take(changed, *(await self._events.get()))
+            while not self._events.empty():
+                self._take(changed, *self._events.get_nowait())
+            yield list(changed.values())
+
+    def _numbered_seeds(self) -> list[tuple[int, int]]:
+        """For every choice: the seed of its prompt, and its number among the prompt's samples."""
+        return [(seed, index) for seed in self._seeds for index in range(self._params.n)]
+
+    def _sink(self, choice: Choice) -> Callable[[TokenDelta | APIError], None]:
+        def arrived(event: TokenDelta | APIError) -> None:
+            if isinstance(event, TokenDelta):
+                self._time(choice, event)
+            self._events.put_nowait((choice, event))
+
+        return arrived
+
+    def _time(self, choice: Choice, delta: TokenDelta) -> None:
+        """Measure when tokens arrive, not when the client gets round to reading them."""
+        now = time.monotonic()
+        if choice.last_token is None:
+            self._metrics.first_token(now - self._arrival)
+        else:
+            self._metrics.next_tokens(now - choice.last_token, len(delta.token_ids))
+        choice.last_token = now
+
+    def _take(
+        self, changed: dict[int, Choice], choice: Choice, event: TokenDelta | APIError
+    ) -> None:
+        if choice.finished:
+            return  # from a step that was in flight when a stop string ended the sample
+        if isinstance(event, APIError):
+            raise event
+        changed[choice.index] = choice
+        sample = choice.sample
+        before = len(sample.token_ids)
+        if sample.take(event):
+            self._client.end([choice.request_id], "stop")
+        self._metrics.verified(*sample.verified, len(sample.token_ids) - before)
+        if choice.finished:
+            self._finish(choice, str(choice.sample.finish_reason))
+
+    def _finish(self, choice: Choice, reason: str) -> None:
+        self._metrics.request_finished(
+            reason,
+            seconds=time.monotonic() - self._arrival,
+            prompt_tokens=len(choice.prompt.token_ids),
+            cached_tokens=choice.sample.num_cached_tokens,
+        )
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    """The fields of `params` that differ from their defaults, as plain data."""
+    return {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
