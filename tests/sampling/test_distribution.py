@@ -4,6 +4,8 @@
 the 0.9999 quantile.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,10 +49,10 @@ def assert_drawn_from(counts: np.ndarray, distribution: np.ndarray) -> None:
 def slots(params: SamplingParams) -> SamplingState:
     """SEEDS slots with the same parameters and seeds 0, 1, 2, ..."""
     one = make_state([params], V, prompt_lens=PROMPT_LEN)
-    state = SamplingState(jnp.tile(one.rows, (SEEDS, 1)), jnp.tile(one.bias, (SEEDS, 1)))
+    state = jax.tree.map(lambda leaf: jnp.repeat(leaf, SEEDS, axis=0), one)
     seeds = make_state([SamplingParams(seed=s) for s in (0, 1)], V).rows
     column = int(np.flatnonzero(np.asarray(seeds[0] != seeds[1]))[0])
-    return SamplingState(state.rows.at[:, column].set(jnp.arange(SEEDS)), state.bias)
+    return dataclasses.replace(state, rows=state.rows.at[:, column].set(jnp.arange(SEEDS)))
 
 
 def draw(params: SamplingParams, logits: np.ndarray) -> np.ndarray:

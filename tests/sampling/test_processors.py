@@ -1,5 +1,6 @@
 """Logits processing: cases worked out by hand, and a slow numpy model on random ones."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -88,7 +89,7 @@ def test_what_stands_at_or_after_the_index_is_not_seen() -> None:
 
 def test_a_stale_bias_is_not_used() -> None:
     state = make_state([SamplingParams(temperature=0), SamplingParams(logit_bias={0: 1.0})], 4)
-    state = type(state)(state.rows, state.bias.at[0].set(jnp.nan))
+    state = dataclasses.replace(state, bias=state.bias.at[0].set(jnp.nan))
     logits = jnp.array([LOGITS, LOGITS], jnp.float32)
     result = run(logits, state, int32(0, 1), int32(1, 1), jnp.zeros((2, 4), jnp.int32))
     assert result[0].tolist() == LOGITS

@@ -109,7 +109,7 @@ def test_tokens_do_not_depend_on_the_order_of_rows_or_the_number_of_the_slot() -
 
     place = np.random.default_rng(2).permutation(R)  # request r moves to slot place[r]
     back = np.argsort(place)
-    moved = SamplingState(state.rows[back], state.bias[back])
+    moved = jax.tree.map(lambda leaf: leaf[back], state)
     tokens = run(logits, moved, jnp.asarray(place, jnp.int32)[slot], index, history[back])
     assert np.array_equal(tokens, whole)
 

@@ -73,9 +73,10 @@ def test_a_row_reads_back_as_the_parameters(
         assert np.array_equal(values[0], values[2]), "another slot was written"
 
 
-def test_the_state_has_two_leaves() -> None:
-    state = empty(3, 5)
-    assert [leaf.shape for leaf in jax.tree.leaves(state)] == [(3, ROW_SIZE), (3, 5)]
+def test_the_state_has_few_leaves() -> None:
+    state = empty(3, 40, width=4)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+    assert shapes == [(3, ROW_SIZE), (3, 40), (3, 4, 2), (3,)]
 
 
 def test_greedy_requests_use_no_filter() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from models_for_tests import write_tiny_llama
-from running import SMALL, Server, running
+from server.running import SMALL, Server, running
 
 MODULES = 3
 

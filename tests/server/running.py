@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -39,12 +40,31 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     log: list[str] = field(default_factory=list)
+    reader: threading.Thread | None = None
+    clients: list[Any] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Kill it if it still runs, and free what belongs to it."""
+        for client in self.clients:
+            client.close()
+        self.process.kill()
+        self.process.wait()
+        if self.reader is not None:
+            self.reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def http(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120, **options)  # type: ignore[arg-type]
+        client = httpx.Client(base_url=self.url, timeout=120, **options)  # type: ignore[arg-type]
+        self.clients.append(client)
+        return client
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=120)
+        client = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=120
+        )
+        self.clients.append(client)
+        return client
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples, 0 without any."""
@@ -104,7 +124,8 @@ def start(model: Path, *arguments: str, wait: bool = True) -> Server:
                 listening.set()
         listening.set()
 
-    threading.Thread(target=read, daemon=True).start()
+    server.reader = threading.Thread(target=read, daemon=True)
+    server.reader.start()
     assert listening.wait(60) and server.url, "".join(server.log)
     if wait:
         wait_ready(server)
@@ -135,8 +156,7 @@ def running(model: Path, *arguments: str) -> Iterator[Server]:
         assert server.stop() == 0, "".join(server.log)
         assert not [line for line in server.log if "Traceback" in line], "".join(server.log)
     finally:
-        server.process.kill()
-        server.process.wait()
+        server.close()
 
 
 def sse(lines: Sequence[str]) -> list[dict[str, object]]:

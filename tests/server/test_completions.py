@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from running import NAME, Server, sse
+from server.running import NAME, Server, sse
 
 TEXT = "the quick brown fox"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from running import NAME, SMALL, Server, running
+from server.running import NAME, SMALL, Server, running
 
 
 def test_models(server: Server) -> None:
