@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from models_for_tests import tiny_config, tiny_tensors, write_tiny_llama
+from models_for_tests import CHARACTERS, tiny_config, tiny_tensors, write_tiny_llama
 from oracle import Oracle
 
 from mmtp_jax.config import engine_config
@@ -44,11 +44,21 @@ def tiny_model(tokenizer: bool = True, k: int = MODULES) -> LoadedModel:
 
 
 def load_tiny(
-    speculative: Mapping[str, Any], *, tokenizer: bool = True, **options: Any
+    speculative: Mapping[str, Any],
+    *,
+    tokenizer: bool = True,
+    characters: str = CHARACTERS,
+    **options: Any,
 ) -> LoadedModel:
     """The tiny model from its files."""
     with TemporaryDirectory() as folder:
-        path = write_tiny_llama(Path(folder), modules=MODULES, family="mimo", tokenizer=tokenizer)
+        path = write_tiny_llama(
+            Path(folder),
+            modules=MODULES,
+            family="mimo",
+            tokenizer=tokenizer,
+            characters=characters,
+        )
         return load_model(engine_config(str(path), speculative, **(OPTIONS | options)))
 
 

@@ -28,6 +28,8 @@ DTYPES: dict[str, Any] = {
 # The tiny tokenizer: one token per character, in this order, 64 in all.
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,?!:;'\"-()/_+*=<>|#@"
+# As many, with what JSON needs.
+JSON_CHARACTERS = CHARACTERS.translate(str.maketrans("|#@*", "{}[]"))
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -121,13 +123,15 @@ def write_tiny_llama(
     seed: int = 0,
     family: Literal["llama", "qwen2", "mimo"] = "llama",
     tokenizer: bool = False,
+    characters: str = CHARACTERS,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     shards: int = 1,
     **changes: Any,
 ) -> Path:
     """Write a tiny random model (vocabulary 64, hidden 32, 2 layers, 4/2 heads of 8); its folder.
 
-    `modules` MTP modules need `family="mimo"`. `tokenizer` adds a tokenizer and a chat template,
+    `modules` MTP modules need `family="mimo"`. `tokenizer` adds a tokenizer (of `characters`) and a
+    chat template,
     `shards` spreads the tensors over several files with an index, `changes` override or add keys
     of config.json.
     """
@@ -144,14 +148,14 @@ def write_tiny_llama(
     else:
         _write_shards(directory, tensors, shards)
     if tokenizer:
-        write_tiny_tokenizer(directory)
+        write_tiny_tokenizer(directory, characters)
     return directory
 
 
-def write_tiny_tokenizer(directory: Path) -> None:
+def write_tiny_tokenizer(directory: Path, characters: str = CHARACTERS) -> None:
     """A 64-token tokenizer, one token per (lower-case) character, with a chat template."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    spelled = [byte_level.pre_tokenize_str(character)[0][0] for character in CHARACTERS]
+    spelled = [byte_level.pre_tokenize_str(character)[0][0] for character in characters]
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *spelled])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()

@@ -39,7 +39,7 @@ class Grammar:
 
     def copy(self) -> Grammar:
         """The same place, for another sample of the same prompt."""
-        return Grammar(self.matcher.deep_copy())
+        return type(self)(self.matcher.deep_copy())
 
 
 class Grammars:

@@ -26,6 +26,7 @@ from mmtp_jax.weights.resolve import resolve_model
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 2048
 # A dead engine's server answers for so long that health checks see the reason.
 DEAD_SECONDS = 3.0
 # What is left of the grace time for open streams to hear that they ended.
@@ -79,6 +80,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)  # at once: clients may connect as soon as the address is known
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
     return listener
@@ -116,6 +118,7 @@ class _Server:
         self._http = _Uvicorn(
             uvicorn.Config(
                 app,
+                backlog=BACKLOG,
                 log_config=None,
                 lifespan="off",
                 server_header=False,

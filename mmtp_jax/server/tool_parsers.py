@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -21,16 +22,20 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}", compare=False)
 
 
-class ToolParser(Protocol):
+class ToolParser(abc.ABC):
     """`push` and `finish` give content (texts) and calls, in order; nothing is lost: what turns out
     to be no call is content."""
 
-    def push(self, text: str) -> list[str | ToolCall]: ...
+    @abc.abstractmethod
+    def push(self, text: str) -> list[str | ToolCall]:
+        """What more text completes."""
 
-    def finish(self) -> list[str | ToolCall]: ...
+    @abc.abstractmethod
+    def finish(self) -> list[str | ToolCall]:
+        """What was held back, at the end of the text."""
 
 
-class TaggedCalls:
+class TaggedCalls(ToolParser):
     """Calls in `<tool_call>` blocks, everything else is content. White space between blocks, and
     between content and a block, belongs to the blocks."""
 
@@ -76,7 +81,7 @@ class TaggedCalls:
         return call
 
 
-class CallList:
+class CallList(ToolParser):
     """A JSON array of calls and nothing else, as a constraint makes it. Each comes out when it is
     complete."""
 
@@ -110,7 +115,7 @@ class CallList:
         return [rest] if rest.strip(" \t\r\n],") else []
 
 
-class NamedCall:
+class NamedCall(ToolParser):
     """The whole text is the arguments of one call, complete when the text is."""
 
     def __init__(self, name: str) -> None:

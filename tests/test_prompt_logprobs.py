@@ -1,0 +1,73 @@
+"""Log-probabilities of prompts, against the float64 model, in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from llm_for_tests import assert_idle, load_tiny, prompt_ids, tiny_llm, tiny_oracle
+
+from mmtp_jax.llm import LLM
+from mmtp_jax.outputs import RequestOutput
+from mmtp_jax.sampling.params import SamplingParams
+
+
+def check(output: RequestOutput, count: int) -> None:
+    """Every prompt token but the first, from the raw logits of the row before it."""
+    prompt = list(output.prompt_token_ids)
+    logits = tiny_oracle().trace(prompt).logits
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    expected = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    found = output.prompt_logprobs
+    assert found is not None and len(found) == len(prompt) - 1
+    for position, one in enumerate(found):
+        row = expected[position]
+        assert one.chosen == pytest.approx(row[prompt[position + 1]], abs=1e-4)
+        assert len(one.top_ids) == count
+        best = np.sort(row)[::-1][:count]
+        assert np.allclose(one.top_values, best, atol=1e-4)
+        assert np.allclose(row[list(one.top_ids)], best, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 40, 90])
+def test_every_length(length: int) -> None:
+    params = SamplingParams(max_tokens=2, prompt_logprobs=3, temperature=0.5, seed=1)
+    (output,) = tiny_llm().generate([prompt_ids(length)], params)
+    check(output, 3)
+
+
+def test_in_company_of_others() -> None:
+    prompts = [prompt_ids(length, seed=4) for length in (30, 7, 50, 12, 44, 3)]
+    params = [
+        SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=count, logprobs=1)
+        for count in (0, None, 20, None, 1, 5)
+    ]
+    outputs = tiny_llm().generate(prompts, params)
+    for output, one in zip(outputs, params, strict=True):
+        if one.prompt_logprobs is None:
+            assert output.prompt_logprobs is None
+        else:
+            check(output, one.prompt_logprobs)
+    plain = tiny_llm().generate(prompts, SamplingParams(max_tokens=8, temperature=0.0))
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
+
+
+def test_a_cached_prompt_is_computed_again() -> None:
+    prompt = prompt_ids(40, seed=9)
+    greedy = SamplingParams(max_tokens=2, temperature=0.0)
+    tiny_llm().generate([prompt], greedy)
+    assert tiny_llm().generate([prompt], greedy)[0].num_cached_tokens > 0
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1, n=2)
+    (output,) = tiny_llm().generate([prompt], params)
+    assert output.num_cached_tokens == 0
+    check(output, 1)
+
+
+def test_after_preemption() -> None:
+    prompts = [prompt_ids(length, seed=5) for length in (60, 50, 55, 58)]
+    params = SamplingParams(max_tokens=30, temperature=0.0, prompt_logprobs=2, ignore_eos=True)
+    with LLM.from_loaded(load_tiny({"num_speculative_tokens": 3}, num_pages=50)) as llm:
+        outputs = llm.generate(prompts, params)
+        assert llm.stats()["preemptions"] > 0
+        assert_idle(llm)
+    for output in outputs:
+        check(output, 2)
