@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,8 @@ from mmtp_jax.server.engine_client import EngineClient
 from mmtp_jax.server.errors import APIError
 from mmtp_jax.server.messages import AddRequest
 from mmtp_jax.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS = asdict(SamplingParams())
 
@@ -57,12 +60,15 @@ class Generation:
         choices: Sequence[Choice],
         params: SamplingParams,
         seeds: Sequence[int],
+        *,
+        log_text: bool = False,
     ) -> None:
         self.choices = choices
         self._client = client
         self._metrics = metrics
         self._params = params
         self._seeds = seeds
+        self._log_text = log_text
         self._events: asyncio.Queue[tuple[Choice, TokenDelta | APIError]] = asyncio.Queue()
         self._arrival = time.monotonic()
 
@@ -72,6 +78,9 @@ class Generation:
             AddRequest(choice.request_id, choice.prompt.token_ids, fields, sample_seed(seed, index))
             for choice, (seed, index) in zip(self.choices, self._numbered_seeds(), strict=True)
         ]
+        if self._log_text:
+            for choice in self.choices:
+                logger.info("request %s: %r", choice.request_id, choice.prompt)
         by_id = {choice.request_id: choice for choice in self.choices}
         self._client.submit(requests, lambda request_id: self._sink(by_id[request_id]))
         return self
@@ -123,6 +132,8 @@ class Generation:
             return  # from a step that was in flight when a stop string ended the sample
         if isinstance(event, APIError):
             raise event
+        if event.finish_reason == "error":
+            raise APIError(500, "the grammar of this request cannot go on (it is too complex)")
         changed[choice.index] = choice
         sample = choice.sample
         before = len(sample.token_ids)
@@ -133,6 +144,8 @@ class Generation:
             self._finish(choice, str(choice.sample.finish_reason))
 
     def _finish(self, choice: Choice, reason: str) -> None:
+        if self._log_text:
+            logger.info("request %s ended (%s): %r", choice.request_id, reason, choice.sample.text)
         self._metrics.request_finished(
             reason,
             seconds=time.monotonic() - self._arrival,

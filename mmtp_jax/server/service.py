@@ -114,7 +114,9 @@ class Service:
             for index, prompt in enumerate(one for one in prompts for _ in range(params.n))
         ]
         seeds = [self._seed(params) for _ in prompts]
-        return Generation(self.client, self.metrics, choices, params, seeds)
+        return Generation(
+            self.client, self.metrics, choices, params, seeds, log_text=self.log_requests
+        )
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:
