@@ -248,7 +248,6 @@ class EngineCore:
     def _admit(self, scheduled: ScheduledAdmission) -> None:
         request, admission = scheduled.request, scheduled.admission
         live = self._live[request.request_id]
-        live.drafts = ()
         arrays = empty_admission(self.state)
         valid = admission.valid[0]
         arrays.numbers[:] = (

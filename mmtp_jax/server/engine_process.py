@@ -159,13 +159,20 @@ class EngineService:
 
     def run(self) -> None:
         """Serve messages and run steps. An exception of a step ends the process."""
-        while self._serve_messages():
+        begin = 0.0
+        while True:
+            idle = not self._core.has_work
+            if not self._serve_messages():
+                break
+            if idle:
+                begin = time.perf_counter()
             deltas: list[TokenDelta] = []
             seconds = None
             if self._core.has_work:
-                begin = time.perf_counter()
                 deltas = self._core.step()
-                seconds = time.perf_counter() - begin
+                # From the end of one step to the end of the next: messages are part of it.
+                end = time.perf_counter()
+                begin, seconds = end, end - begin
             snapshot = self._snapshot()
             if deltas or snapshot != self._reported:
                 self._channel.send(Step(tuple(deltas), snapshot, seconds))

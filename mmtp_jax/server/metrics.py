@@ -141,7 +141,7 @@ class Metrics(Collector):
         yield self._gauge("mmtp_queue", "Requests in the queue.", now.waiting)
         yield self._counter("vllm:num_preemptions", "Requests put back.", now.preemptions)
         yield self._counter("mmtp_steps", "Steps of the engine.", now.steps)
-        yield self._histogram("mmtp_step_seconds", "Host time per step.", self._step_seconds)
+        yield self._histogram("mmtp_step_seconds", "Time from step to step.", self._step_seconds)
         groups = [((pages.group,), pages.total, pages.referenced) for pages in now.pages]
         for name, text, column in (
             ("mmtp_pages_total", "Pages of a cache group.", 1),
