@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import abc
 import json
+import re
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NoReturn
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
+
+# The inside of a block: what is not a string, strings (which may contain the tag), and so on.
+# Possessive, because it is matched again whenever the block has grown.
+_INSIDE = re.compile(
+    r'((?:[^"<]++|"(?:[^"\\]++|\\.)*+"|<(?!/tool_call>))*+)</tool_call>', re.DOTALL
+)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -47,15 +55,15 @@ class TaggedCalls(ToolParser):
         self._text += text
         found: list[str | ToolCall] = []
         while (start := self._text.find(OPEN)) >= 0:
-            end = self._text.find(CLOSE, start)
-            if end < 0:
+            block = self._block(start + len(OPEN))
+            if block is None:
                 break
-            end += len(CLOSE)
-            call = self._call(self._text[start + len(OPEN) : end - len(CLOSE)])
+            call, end = block
             if call is None:
                 found.append(self._text[:end])
             else:
                 found += [self._text[:start].rstrip(), call]
+                self._count += 1
             self._text = self._text[end:]
         if start < 0:
             start = len(self._text) - _overlap(self._text, OPEN)
@@ -66,19 +74,31 @@ class TaggedCalls(ToolParser):
         return [piece for piece in found if piece != ""]
 
     def finish(self) -> list[str | ToolCall]:
+        found: list[str | ToolCall] = []
+        while (end := self._text.find(CLOSE)) >= 0:
+            # A string without an end hid the tag.
+            end += len(CLOSE)
+            found.append(self._text[:end])
+            self._text = self._text[end:]
+            found += self.push("")
         rest, self._text = self._text, ""
-        if self._count and not rest.strip():
-            return []
-        return [rest] if rest else []
+        if rest and not (self._count and rest.isspace()):
+            found.append(rest)
+        return found
 
-    def _call(self, text: str) -> ToolCall | None:
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
+    def _block(self, start: int) -> tuple[ToolCall | None, int] | None:
+        """The call (None if it is none) of the block whose inside begins at `start`, and where the
+        block ends; None if it is not complete."""
+        tag = self._text.find(CLOSE, start)
+        inside = _INSIDE.match(self._text, start) if tag >= 0 else None
+        if inside is None:
             return None
-        call = _as_call(self._count, value)
-        self._count += call is not None
-        return call
+        text = inside[1].strip()
+        read = _read_call(text, self._count)
+        if read is None or read[1] < len(text):
+            # A string that was none may have hidden the tag.
+            return None, tag + len(CLOSE)
+        return read[0], inside.end()
 
 
 class CallList(ToolParser):
@@ -89,7 +109,6 @@ class CallList(ToolParser):
         self._text = ""
         self._begun = False
         self._count = 0
-        self._decoder = json.JSONDecoder()
 
     def push(self, text: str) -> list[str | ToolCall]:
         self._text += text
@@ -98,17 +117,13 @@ class CallList(ToolParser):
             rest = self._text.lstrip(" \t\r\n," if self._begun else " \t\r\n[")
             if not rest.startswith("{"):
                 return found
-            try:
-                value, end = self._decoder.raw_decode(rest)
-            except ValueError:
-                return found
-            call = _as_call(self._count, value)
-            if call is None:
+            read = _read_call(rest, self._count)
+            if read is None:
                 return found
             self._begun = True
             self._count += 1
-            self._text = rest[end:]
-            found.append(call)
+            self._text = rest[read[1] :]
+            found.append(read[0])
 
     def finish(self) -> list[str | ToolCall]:
         rest, self._text = self._text, ""
@@ -130,13 +145,32 @@ class NamedCall(ToolParser):
         return [ToolCall(0, self._name, self._text)]
 
 
-def _as_call(index: int, value: Any) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Python's reader takes NaN and Infinity; other readers of JSON do not.
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _read_call(text: str, index: int) -> tuple[ToolCall, int] | None:
+    """The call that a text begins with, and where it ends; None if there is none, or only a part.
+
+    What is nested too deeply for Python's reader is none.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text)
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        name, arguments = value["name"], value.get("arguments", {})
+        if not isinstance(arguments, dict) or _SURROGATE.search(name):
+            return None
+        written = json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, RecursionError):
         return None
-    arguments = value.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(index, value["name"], json.dumps(arguments, ensure_ascii=False))
+    # Half of a surrogate pair can be escaped in JSON, but it cannot be sent as it is.
+    written = _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", written)
+    return ToolCall(index, name, written), end
 
 
 def _overlap(text: str, tag: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -105,17 +106,63 @@ TAGGED = [
     ("a < b <tool", "a < b <tool", []),
     ("a  \n b  ", "a  \n b  ", []),
     (f"x {block('f', {})} y", "x y", [("f", "{}")]),
+    (block("f", {"x": "</tool_call>"}), "", [("f", '{"x": "</tool_call>"}')]),
+    (f'<tool_call>{{"a</tool_call>{block("f", {})}', '<tool_call>{"a</tool_call>', [("f", "{}")]),
+    ('<tool_call>{"a</tool_call> b', '<tool_call>{"a</tool_call> b', []),
+    (block("f", {"x": "\ud800é😀"}), "", [("f", '{"x": "\\ud800é😀"}')]),
+    (block("\ud800", {}), block("\ud800", {}), []),
+    (block("f", {"x": float("nan")}), block("f", {"x": float("nan")}), []),
+    ('<tool_call>{"name": "f"} 1</tool_call>', '<tool_call>{"name": "f"} 1</tool_call>', []),
 ]
 
 
-@given(data=st.data())
-def test_tagged_calls_do_not_depend_on_the_cuts(data: st.DataObject) -> None:
-    text, content, calls = data.draw(st.sampled_from(TAGGED))
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
+@pytest.mark.parametrize(("text", "content", "calls"), TAGGED)
+@given(cuts=st.lists(st.integers(0, 100), max_size=6))
+def test_tagged_calls_do_not_depend_on_the_cuts(
+    text: str, content: str, calls: list[tuple[str, str]], cuts: list[int]
+) -> None:
     found_content, found = read(TaggedCalls(), text, cuts)
     assert [(call.name, call.arguments) for call in found] == calls
     assert [call.index for call in found] == list(range(len(calls)))
     assert found_content == content
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<tool", "_call>", "<", " ", "\n", "a", "[", "]", ",", "{"),
+    *('"', '{"a', '{"name": "f"}', '{"name": "f", "arguments": {"x": "</tool_call>"}}', "\\"),
+]
+
+
+@pytest.mark.parametrize("parser", [TaggedCalls, CallList])
+@given(
+    text=st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
+    cuts=st.lists(st.integers(0, 200), max_size=6),
+)
+def test_no_text_depends_on_the_cuts(parser: type[ToolParser], text: str, cuts: list[int]) -> None:
+    whole = read(parser(), text, [])
+    assert read(parser(), text, cuts) == whole
+    assert read(parser(), text, list(range(len(text)))) == whole
+    if parser is TaggedCalls and not whole[1]:
+        assert whole[0] == text, "what is no call is content"
+
+
+@pytest.mark.parametrize("parser", [TaggedCalls, CallList])
+def test_arguments_nested_too_deeply_are_content(parser: type[ToolParser]) -> None:
+    nested = "[" * 100_000 + "]" * 100_000
+    text = f'{{"name": "f", "arguments": {{"x": {nested}}}}}'
+    text = f"[{text}]" if parser is CallList else f"<tool_call>{text}</tool_call>"
+    assert read(parser(), text, []) == (text, [])
+
+
+def test_a_repeated_tag_takes_no_time() -> None:
+    """Every one of these tags might end the block, if it were not in a string."""
+    parser = TaggedCalls()
+    parser.push('<tool_call>{"name": "')
+    begin = time.perf_counter()
+    for _ in range(2000):
+        assert parser.push("</tool_call>") == []
+    assert time.perf_counter() - begin < 5
+    assert "".join(str(piece) for piece in parser.finish()).count("</tool_call>") == 2000
 
 
 @given(data=st.data())
