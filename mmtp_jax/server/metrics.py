@@ -23,7 +23,8 @@ from prometheus_client.registry import Collector
 from mmtp_jax.engine.stats import Acceptance
 from mmtp_jax.server.messages import Step
 
-# Upper bounds in seconds: those of vLLM's histograms, finer where speculation makes tokens fast.
+# Upper bounds in seconds: all of those of vLLM's histograms (its vllm/v1/metrics/loggers.py), which
+# dashboards expect, and finer ones where small models and speculation are fast.
 _BELOW_ONE = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
 _FIRST = (*_BELOW_ONE, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _SUB_SECOND = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
@@ -139,16 +140,20 @@ class Metrics(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the cache's pages.", used)
         yield self._gauge("mmtp_requests_running", "Requests that hold a slot.", now.running)
         yield self._gauge("mmtp_queue", "Requests in the queue.", now.waiting)
-        yield self._counter("vllm:num_preemptions", "Requests put back.", now.preemptions)
+        for name in ("vllm:num_preemptions", "mmtp_preemptions"):
+            yield self._counter(name, "Requests put back into the queue.", now.preemptions)
         yield self._counter("mmtp_steps", "Steps of the engine.", now.steps)
         yield self._histogram("mmtp_step_seconds", "Time from step to step.", self._step_seconds)
-        groups = [((pages.group,), pages.total, pages.referenced) for pages in now.pages]
-        for name, text, column in (
-            ("mmtp_pages_total", "Pages of a cache group.", 1),
-            ("mmtp_pages_used", "Pages that running requests refer to.", 2),
+        for name, text, counts in (
+            ("mmtp_pages_total", "Pages of a cache group.", [one.total for one in now.pages]),
+            (
+                "mmtp_pages_used",
+                "Pages that running requests refer to.",
+                [one.referenced for one in now.pages],
+            ),
         ):
-            values = [(one[0], float(one[column])) for one in groups]  # type: ignore[arg-type]
-            yield self._gauges(name, text, ("group",), values)
+            groups = [((one.group,), float(n)) for one, n in zip(now.pages, counts, strict=True)]
+            yield self._gauges(name, text, ("group",), groups)
 
     def _requests(self) -> Iterator[Metric]:
         yield self._histogram(
@@ -170,6 +175,7 @@ class Metrics(Collector):
         yield self._counters(
             "vllm:request_success", "Requests that ended.", ("finished_reason",), reasons
         )
+        yield self._counters("mmtp_requests", "Requests that ended.", ("finish_reason",), reasons)
         statuses = [((str(status),), float(n)) for status, n in self._errors.items()]
         yield self._counters("mmtp_http_errors", "Error answers.", ("status",), statuses)
 
