@@ -24,10 +24,11 @@ def configure_logging(level: str, json_lines: bool) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]))
-    for name in ("mmtp_jax", "uvicorn"):
-        logging.getLogger(name).setLevel(level.upper())
-    for name in ("uvicorn", "uvicorn.access", "uvicorn.error"):
-        logging.getLogger(name).handlers = []
-        logging.getLogger(name).propagate = True
+    for name in ("mmtp_jax", "uvicorn", "uvicorn.access", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.setLevel(level.upper())
+        # uvicorn may have set up its own.
+        logger.handlers = []
+        logger.propagate = True
     logging.captureWarnings(True)
     warnings.formatwarning = lambda message, *_args, **_kwargs: str(message)
