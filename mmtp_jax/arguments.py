@@ -16,9 +16,11 @@ _SAME = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "row_multiple",
     "load_format",
     "page_size",
     "num_pages",
+    "cache_bytes",
     "memory_fraction",
     "enable_prefix_caching",
 )
@@ -27,9 +29,13 @@ _SAME = (
 class Parser(argparse.ArgumentParser):
     """Errors are one line and exit code 2, without the usage."""
 
-    def __init__(self, prog: str, description: str) -> None:
+    def __init__(self, prog: str, description: str, **settings: Any) -> None:
         super().__init__(
-            prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False
+            prog=prog,
+            usage="%(prog)s [options]",
+            description=description,
+            allow_abbrev=False,
+            **settings,
         )
 
     def error(self, message: str) -> NoReturn:
@@ -45,9 +51,9 @@ def option(group: Any, *flags: str, help: str, **settings: Any) -> None:
     group.add_argument(*flags, help=help, **settings)
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """What model to run and how: groups model, engine, cache and speculation."""
-    engine, cache = EngineConfig, CacheConfig
+def add_model_options(parser: argparse.ArgumentParser) -> Any:
+    """What model to run; the group, for further options of it."""
+    engine = EngineConfig
     group = parser.add_argument_group("model")
     option(
         group, "--model", default=engine.model, help="known name, directory, .gguf file or hub id"
@@ -58,6 +64,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     choices = ("auto", "dummy")
     option(group, "--load-format", choices=choices, default=engine.load_format, help=help)
     option(group, "--seed", type=int, default=engine.seed, help="of sampling and random weights")
+    return group
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What model to run and how: groups model, engine, cache and speculation."""
+    engine, cache = EngineConfig, CacheConfig
+    group = add_model_options(parser)
     help = "a jinja file, or the template itself (default: the model's own)"
     option(group, "--chat-template", type=_file_or_text, metavar="TEMPLATE", help=help)
 
@@ -68,10 +81,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     option(group, "--max-num-seqs", type=int, default=default, help="requests that run at once")
     default = engine.max_num_batched_tokens
     option(group, "--max-num-batched-tokens", type=int, default=default, help="rows of one step")
+    help = "pad rows to a multiple; 64: float32 logits on a CPU do not depend on the batch"
+    option(group, "--row-multiple", type=int, default=engine.row_multiple, help=help)
 
     group = parser.add_argument_group("cache")
     option(group, "--page-size", type=int, default=cache.page_size, help="positions of a page")
     option(group, "--num-pages", type=int, help="pages of the cache (default: by memory)")
+    option(group, "--cache-bytes", type=int, help="size of the cache, instead of --num-pages")
     help = "share of the accelerator's memory to use"
     flags = ("--memory-fraction", "--gpu-memory-utilization")
     option(group, *flags, type=float, default=cache.memory_fraction, help=help)
@@ -119,7 +135,7 @@ def _file_or_text(argument: str) -> str:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")

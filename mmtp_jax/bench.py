@@ -15,12 +15,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from mmtp_jax.arguments import Parser, add_model_options, one_line, option
 from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig, SpeculativeConfig, require
 from mmtp_jax.engine.core import EngineCore
 from mmtp_jax.engine.programs import empty_plan
@@ -54,7 +56,7 @@ def measure(loaded: LoadedModel, core: EngineCore, batch: int, steps: int, promp
     )
     vocab = loaded.graph.config.vocab_size
     for index in range(batch):
-        prompt = rng.integers(100, vocab, prompt_len).tolist()
+        prompt = rng.integers(vocab, size=prompt_len).tolist()
         core.add(f"{batch}-{index}", prompt, params, seed=index)
     while core.scheduler.waiting or any(r.prefilling for r in core.scheduler.running):
         core.step()
@@ -132,6 +134,8 @@ def latency(arguments: argparse.Namespace) -> dict[str, Any]:
         config = EngineConfig(
             model=arguments.model,
             dtype=arguments.dtype,
+            seed=arguments.seed,
+            load_format=arguments.load_format,
             max_model_len=arguments.max_model_len,
             max_num_seqs=batch,
             max_num_batched_tokens=rows,
@@ -176,44 +180,40 @@ def _commit() -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m mmtp_jax.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser(
-        "latency",
-        help="fixed batch, fixed output length",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = one.add_argument
-    add("--model", default="smollm2-135m-instruct", help="as for mmtp_jax.serve")
-    add("--dtype", default="auto", help="parameters and cache")
-    add("--batch", type=int, nargs="+", default=[1, 8, 64], help="requests decoding at once")
-    add(
-        "--num-speculative-tokens",
-        type=int,
-        nargs="+",
-        default=[0, 8],
-        help="one engine each; random modules where the checkpoint ships none",
-    )
-    add("--prompt-len", type=int, default=100, help="random token ids per prompt")
-    add("--steps", type=int, default=64, help="timed steps (after 8 of warm-up)")
-    add("--max-model-len", type=int, default=1024, help="positions per request")
-    add("--json", type=Path, help="write the results here too")
-    arguments = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code: 0, or 2 for what the user can correct."""
+    arguments = _parser().parse_args(argv)
     try:
         report = latency(arguments)
     except (ModelError, ConfigError) as error:
-        print(f"mmtp_jax.bench: {error}", file=sys.stderr)
-        sys.exit(2)
+        print(one_line(error), file=sys.stderr)
+        return 2
     text = json.dumps(report, indent=1)
     print(text)
     if arguments.json is not None:
         arguments.json.write_text(text + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    prog = "python -m mmtp_jax.bench"
+    parser = Parser(prog, "Measure the engine.")
+    commands = parser.add_subparsers(prog=prog, dest="command", required=True, metavar="COMMAND")
+    text = "milliseconds per step and tokens per second of batches that decode, as JSON"
+    one = commands.add_parser("latency", help=text, description=text)
+    add_model_options(one)
+    group = one.add_argument_group("measurement")
+    several: dict[str, Any] = {"type": int, "nargs": "+"}
+    option(group, "--batch", **several, default=[1, 8, 64], help="requests decoding at once")
+    help = "one engine each; random modules where the checkpoint ships none"
+    option(group, "--num-speculative-tokens", **several, default=[0, 8], help=help)
+    option(group, "--prompt-len", type=int, default=100, help="random token ids per prompt")
+    help = f"timed steps, after {WARM_UP_STEPS} of warm-up"
+    option(group, "--steps", type=int, default=64, help=help)
+    option(group, "--max-model-len", type=int, default=1024, help="positions per request")
+    option(group, "--json", type=Path, metavar="FILE", help="write the results here too")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
