@@ -229,6 +229,25 @@ def test_a_conversation_forgets_its_oldest_turns(chat: Chat, models: Path) -> No
     assert result.out[:10] in result.out[-21:], "after /reset the first question gets its answer"
 
 
+def test_a_chat_template_of_ones_own(chat: Chat, models: Path, tmp_path: Path) -> None:
+    """It stands in for a missing one too; a wrong one is refused before anything compiles."""
+    arguments = ("--max-tokens", "8", "--max-model-len", "64", *SMALL)
+    raw = chat("--model", models / "plain", "--no-chat-template", "--prompt", "<abc>", *arguments)
+    template = tmp_path / "template.jinja"
+    template.write_text("<{{ messages[-1].content }}>")
+    own = chat("--model", models / "base", "--chat-template", template, "--prompt=abc", *arguments)
+    assert own.code == 0 and "no chat template" not in own.err
+    assert own.out == raw.out
+    for wrong in ("{{", "{% nothing %}"):
+        result = chat("--model", models / "plain", "--chat-template", wrong, *arguments)
+        assert (result.code, result.out) == (2, "")
+        assert result.err.startswith("error: the chat template is not valid jinja: ")
+        assert result.err.count("\n") == 1
+    result = chat("--model", models / "mute", "--chat-template", template, *arguments)
+    assert result.code == 2
+    assert result.err == "error: a chat template needs a tokenizer, and this model has none\n"
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Children start with SIGINT as on a terminal, also where this process ignores it."""
