@@ -162,7 +162,7 @@ def allowed(params: SamplingParams, tokens: tuple[int, ...]) -> list[np.ndarray]
     sets = []
     for token in tokens:
         masks = np.full((1, 1, VOCAB // 32), -1, np.int32)
-        fill_masks(masks, [(grammar, 0, ())])
+        fill_masks(masks, [(grammar, ())])
         bits = np.unpackbits(masks.reshape(-1).view(np.uint8), bitorder="little")
         sets.append(np.flatnonzero(bits))
         grammar.advance([token])
@@ -275,6 +275,6 @@ def test_a_vocabulary_wider_than_the_tokenizer() -> None:
         SamplingParams(structured_outputs={"grammar": "start: /[^x]/"})
     )
     masks = np.full((1, 1, 4), -1, np.int32)
-    fill_masks(masks, [(grammar, 0, ())])
+    fill_masks(masks, [(grammar, ())])
     bits = np.unpackbits(masks.reshape(-1).view(np.uint8), bitorder="little")
     assert bits[:64].any() and not bits[64:].any()

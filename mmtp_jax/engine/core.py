@@ -7,8 +7,9 @@ device decides (accepted drafts, stop ids, limits) is already in its state when 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -38,6 +39,8 @@ from mmtp_jax.models.model import ModelGraph, Params
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.sampling.sampler import sample
 from mmtp_jax.sampling.state import bias_row, host_row
+
+logger = logging.getLogger(__name__)
 
 # Rows per scoring chunk: all their logits of all modules are held at once.
 SCORE_CHUNK = 64
@@ -229,21 +232,18 @@ class EngineCore:
 
     def _upload_masks(self, scheduled: ScheduledStep, live: tuple[_Live, ...]) -> None:
         """Tell the device what the grammars allow in the rows that this step samples from."""
-        waiting = [
-            (row, one)
+        masked = [
+            (row, one.grammar, one.drafts[: row.num_rows - 1])
             for row, one in zip(scheduled.requests, live, strict=True)
             if one.grammar is not None and row.samples
         ]
-        while waiting:
-            slots, starts, masks = self.programs.empty_masks()
-            batch, waiting = waiting[: len(slots)], waiting[len(slots) :]
-            jobs = []
-            for index, (row, one) in enumerate(batch):
-                assert one.grammar is not None
-                slots[index], starts[index] = row.slot, one.request.length
-                jobs.append((one.grammar, index, one.drafts))
-            fill_masks(masks, jobs)
-            self.state = self.programs.set_masks(self.state, slots, starts, masks)
+        if not masked:
+            return
+        slots, starts, masks = self.programs.empty_masks(len(masked))
+        for index, (row, _, _) in enumerate(masked):
+            slots[index], starts[index] = row.slot, row.request.length
+        fill_masks(masks, [(grammar, drafts) for _, grammar, drafts in masked])
+        self.state = self.programs.set_masks(self.state, slots, starts, masks)
 
     def _admit(self, scheduled: ScheduledAdmission) -> None:
         request, admission = scheduled.request, scheduled.admission
@@ -265,6 +265,7 @@ class EngineCore:
             arrays.copy_source[copy.group] = copy.source
             arrays.copy_target[copy.group] = copy.destination
         arrays.sampling[:] = live.row
+        live.drafts = ()
         self.state = self.programs.admit(self.state, arrays)
         if live.bias is not None:
             self.state = self.programs.set_bias(self.state, np.int32(scheduled.slot), live.bias)
@@ -275,31 +276,34 @@ class EngineCore:
         for index, (row, live) in enumerate(zip(step.scheduled.requests, step.live, strict=True)):
             emitted = tuple(output.tokens[index, : output.count[index]].tolist())
             stopped = bool(output.done[index]) and emitted[-1] in live.stop_ids
-            results.append(StepResult(emitted, "stop" if stopped else None))
+            reason: FinishReason | None = "stop" if stopped else None
             current.append(row.is_current)
-            if current[-1] and live.collector is not None:
-                live.collector(step.output, index)
-            if current[-1] and live.prompt is not None:
-                live.prompt.take(output.prompt_logprobs, index, row.num_rows)
+            if row.is_current:
+                if live.collector is not None:
+                    live.collector(step.output, index)
+                if live.prompt is not None:
+                    live.prompt.take(output.prompt_logprobs, index, row.num_rows)
+                if live.grammar is not None and emitted:
+                    live.drafts = tuple(output.drafts[index].tolist())
+                    if not self._follow(live.grammar, emitted, live.request.request_id):
+                        reason = "error"
+            results.append(StepResult(emitted, reason))
         self.scheduler.update(step.scheduled, results)
         deltas = []
         for index, (live, result) in enumerate(zip(step.live, results, strict=True)):
             if not current[index] or not result.token_ids:
                 continue
-            self._follow(live, result, output, index)
             deltas.append(self._delta(live, result, output, index))
             if live.request.finish_reason is not None:
                 self._live.pop(live.request.request_id, None)
         return deltas
 
-    def _follow(self, live: _Live, result: StepResult, output: StepOutput, index: int) -> None:
-        """Move a request's grammar on, and remember the drafts that its next masks depend on."""
-        if live.grammar is None or live.request.finish_reason is not None:
-            return
-        live.grammar.advance(result.token_ids)
-        live.drafts = tuple(output.drafts[index].tolist())
-        if live.grammar.error is not None:
-            self.scheduler.finish(live.request.request_id, "error")
+    def _follow(self, grammar: Grammar, emitted: Sequence[int], request_id: str) -> bool:
+        """Move a grammar on; False if it failed, be it now or when it computed the masks."""
+        grammar.advance(emitted)
+        if grammar.error is not None:
+            logger.warning("the grammar of request %s cannot go on: %s", request_id, grammar.error)
+        return grammar.error is None
 
     def _delta(self, live: _Live, result: StepResult, output: StepOutput, index: int) -> TokenDelta:
         request, emitted = live.request, tuple(result.token_ids)

@@ -21,6 +21,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one step added to one request. `drafted`/`accepted` count the drafts it verified.
 
+    It ends with "error" where the request's grammar could not go on: its tokens may not fit then.
     `logprobs` has one entry per token if the request asked for them. `prompt_logprobs` comes with
     the request's first tokens, if asked for: one entry per prompt token but the first.
     """

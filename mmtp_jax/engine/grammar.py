@@ -31,11 +31,15 @@ class Grammar:
     @property
     def error(self) -> str | None:
         """Why the grammar cannot go on, e.g. because it became too complex; None if it can."""
-        return self.matcher.get_error() if self.matcher.is_error() else None
+        if not self.matcher.is_error():
+            return None
+        return " ".join(self.matcher.get_error().removesuffix("<non-verbose/>").split())
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take over tokens that were emitted; `error` tells whether they fit."""
-        self.matcher.consume_tokens(list(token_ids))
+        # One by one: a list is refused if it begins with the token that ends a complete text.
+        for token in token_ids:
+            self.matcher.consume_token(token)
 
     def copy(self) -> Grammar:
         """The same place, for another sample of the same prompt."""
@@ -89,19 +93,21 @@ class Grammars:
             ) from error
 
 
-def fill_masks(masks: np.ndarray, jobs: Sequence[tuple[Grammar, int, Sequence[int]]]) -> None:
-    """Write masks int32 [M, W, words] for every (grammar, m, drafts): row j of m holds what may
-    follow the first j drafts. Rows after a draft that is not allowed keep what they have: such a
-    draft is rejected, and what follows it with it.
+def fill_masks(masks: np.ndarray, sequences: Sequence[tuple[Grammar, Sequence[int]]]) -> None:
+    """Write masks int32 [M, W, words] for up to M (grammar, up to W-1 drafts): row j of each holds
+    what may follow its first j drafts. All are computed at once, on several cores.
+
+    Rows after a draft that is not allowed keep what they hold: such a draft is rejected, and what
+    follows it with it. A grammar that fails here allows the end of the text, and has an `error`.
     """
-    num_jobs, width, words = masks.shape
-    flat = masks.reshape(num_jobs * width, words)
+    size, width, words = masks.shape
+    flat = masks.reshape(size * width, words)
     plain, drafted = [], []
-    for grammar, m, drafts in jobs:
+    for index, (grammar, drafts) in enumerate(sequences):
         if drafts:
-            drafted.append((grammar.matcher, m * width, list(drafts[: width - 1])))
+            drafted.append((grammar.matcher, index * width, list(drafts)))
         else:
-            plain.append((grammar.matcher, m * width))
+            plain.append((grammar.matcher, index * width))
     if plain:
         llguidance.numpy.fill_next_token_bitmask_par(_executor(), plain, flat)
     if drafted:

@@ -13,7 +13,8 @@ from mmtp_jax.engine.plan import LogprobOutput, PromptLogprobs
 from mmtp_jax.models.model import Model
 from mmtp_jax.sampling.sampler import logprobs
 
-# Rows of a prompt whose logits are held at once.
+# Rows of a prompt whose logits are held at once, or as many as the step samples from anyway: the
+# programs of decode steps then have no loop, which on a GPU would keep them out of a CUDA graph.
 PROMPT_BLOCK = 64
 
 Values = tuple[Array, Array, Array]
@@ -38,7 +39,6 @@ def emitted_logprobs(
     rows: Int32[Array, "B W"],
 ) -> LogprobOutput:
     """Those of the tokens in `rows`; zeros unless `wanted`."""
-
     chosen, top_ids, top_values = _if_wanted(wanted, lambda: logprobs(logits, draws))
     return LogprobOutput(chosen[rows], top_ids[rows], top_values[rows])
 
@@ -48,15 +48,17 @@ def prompt_logprobs(
     normed: Float[Array, "T H"],
     following: Int32[Array, " T"],
     wanted: Bool[Array, ""],
+    logit_rows: int,
     first_row: Int32[Array, " B"],
     first_position: Int32[Array, " B"],
 ) -> PromptLogprobs:
     """Those of the token after every row; zeros unless `wanted`.
 
-    Rows go in blocks, so that the logits of a whole prompt never exist at once.
+    Rows go in blocks, so that no more logits exist at once than in the rest of the step, which
+    samples from `logit_rows` rows.
     """
     num_rows = following.shape[0]
-    block = min(num_rows, PROMPT_BLOCK)
+    block = min(num_rows, max(PROMPT_BLOCK, logit_rows))
     padding = -num_rows % block
 
     def of_block(rows: tuple[Array, Array]) -> Values:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmtp_jax.engine.buckets import Bucket
+from mmtp_jax.engine.buckets import Bucket, round_up
 from mmtp_jax.engine.plan import StepPlan
 from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit
 from mmtp_jax.engine.step import Chooser, StepShape, step
@@ -121,7 +121,7 @@ class Programs:
         jobs["bias"] = lambda: self._compile(
             _set_bias, np.int32(0), np.zeros(graph.config.vocab_size, np.float32)
         )
-        jobs["masks"] = lambda: self._compile(_set_masks, *self.empty_masks())
+        jobs["masks"] = lambda: self._compile(_set_masks, *self.empty_masks(1))
         done = {}
         with ThreadPoolExecutor(max_workers=min(len(jobs), os.cpu_count() or 1)) as pool:
             futures = {pool.submit(job): name for name, job in jobs.items()}
@@ -131,22 +131,33 @@ class Programs:
                     progress(len(done), len(jobs), futures[future])
         self.admit = done["admission"]
         self.set_bias = done["bias"]
-        self.set_masks = done["masks"]
+        self._upload_masks = done["masks"]
         self._steps = {size: done[f"step of {size} rows"] for size in self.buckets}
 
     @property
     def num_programs(self) -> int:
         return len(self._steps) + 3
 
-    def empty_masks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Slots, starts and masks of one upload: nothing but padding that allows every token."""
+    def empty_masks(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slots, starts and masks of `count` requests or a few more, as whole uploads: nothing but
+        padding that allows every token."""
         num_slots, width, words = self._abstract_state.sampling.masks.shape
-        count = min(num_slots, MASKS_PER_UPLOAD)
+        size = round_up(count, min(num_slots, MASKS_PER_UPLOAD))
         return (
-            np.full(count, num_slots, np.int32),
-            np.full(count, -1, np.int32),
-            np.full((count, width, words), -1, np.int32),
+            np.full(size, num_slots, np.int32),
+            np.full(size, -1, np.int32),
+            np.full((size, width, words), -1, np.int32),
         )
+
+    def set_masks(
+        self, state: EngineState, slots: np.ndarray, starts: np.ndarray, masks: np.ndarray
+    ) -> EngineState:
+        """Write arrays as from `empty_masks` into the state."""
+        size = min(self._num_slots, MASKS_PER_UPLOAD)
+        for first in range(0, len(slots), size):
+            part = slice(first, first + size)
+            state = self._upload_masks(state, slots[part], starts[part], masks[part])
+        return state
 
     def step(self, num_rows: int, *, collect: bool = False) -> Any:
         """The executable `(params, state, plan) -> (state, output)` of a bucket. The variant that

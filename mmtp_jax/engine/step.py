@@ -267,7 +267,13 @@ def step(
         emission = _emit(model, shape, state, plan, requests, rows, normed)
         state = _commit(state, requests, rows, emission)
         prompt = prompt_logprobs(
-            model, normed, following, plan.prompt_logprobs, rows.cu_q_lens[:-1], requests.computed
+            model,
+            normed,
+            following,
+            plan.prompt_logprobs,
+            shape.logit_rows,
+            rows.cu_q_lens[:-1],
+            requests.computed,
         )
     proposal, window = None, None
     if mtp is not None:

@@ -171,7 +171,8 @@ def mask_column(
     num_slots, width = state.masks.shape[:2]
     start = state.mask_start.at[slot].get(mode="clip")
     column = index - start
-    is_masked = (slot < num_slots) & (start >= 0) & (column >= 0) & (column < width)
+    is_slot = (slot >= 0) & (slot < num_slots)
+    is_masked = is_slot & (start >= 0) & (column >= 0) & (column < width)
     return jnp.where(is_masked, column, -1)
 
 

@@ -57,8 +57,10 @@ class Server:
         max_chunk: int | None = None,
         vary: bool = False,
         stop_every: int | None = None,
+        awaiting: float = 0.0,
     ) -> None:
         self.cache = cache
+        self.awaiting = awaiting
         self.rng = rng
         self.depth = depth
         self.config = SchedulerConfig(
@@ -84,6 +86,7 @@ class Server:
 
     def add(self, prompt: list[int], max_tokens: int) -> Request:
         request = Request.create(str(len(self.requests)), prompt, max_tokens, MAX_MODEL_LEN)
+        request.awaits_result = self.rng.random() < self.awaiting
         self.scheduler.add(request)
         self.requests.append(request)
         return request
@@ -109,6 +112,8 @@ class Server:
             assert row.num_rows >= 1
             unread = sum(step.samples for step in row.request.in_flight)
             assert row.request.length + unread <= row.request.limit, "a row that cannot emit"
+            if row.request.awaits_result:
+                assert unread == row.samples, "a step that samples is unread"
             emitted = self.device.step(row.slot, row.num_rows, row.capacity, row.entries)
             assert row.samples or not emitted
             stopped = bool(emitted) and emitted[-1] == STOP_TOKEN
@@ -193,6 +198,7 @@ def run_random(seed: int, num_modules: int | None = None, page_size: int | None 
         max_chunk=rng.choice([None, 1, 2, 5]),
         vary=rng.random() < 0.7,
         stop_every=rng.choice([None, 10]),
+        awaiting=rng.choice([0.0, 0.5, 1.0]),
     )
     for _ in range(rng.randint(2, 20)):
         server.add(random_prompt(server, rng), rng.randint(1, 12))
@@ -219,7 +225,7 @@ def test_random_load_reaches_the_hard_cases() -> None:
     """The runs preempt, stop, reach limits and reuse pages in part."""
     copies = preemptions = 0
     reasons: set[FinishReason | None] = set()
-    for seed in range(20):
+    for seed in range(30):
         server = run_random(seed, num_modules=2, page_size=4)
         preemptions += server.scheduler.num_preemptions
         reasons |= {request.finish_reason for request in server.requests}
@@ -267,6 +273,18 @@ def restart_after_the_module_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixSearch, "_restart", restart)
 
 
+def sample_before_the_result_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rows = Scheduler._num_rows
+
+    def ignoring(scheduler: Scheduler, request: Request, budget: int) -> int:
+        awaits, request.awaits_result = request.awaits_result, False
+        rows = num_rows(scheduler, request, budget)
+        request.awaits_result = awaits
+        return rows
+
+    monkeypatch.setattr(Scheduler, "_num_rows", ignoring)
+
+
 def reserve_for_known_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Request, "max_computed", property(lambda request: request.computed))
 
@@ -279,6 +297,7 @@ def reserve_for_known_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:
         share_the_copy_source,
         retire_what_modules_rewrite,
         restart_after_the_module_hit,
+        sample_before_the_result_is_read,
         reserve_for_known_positions_only,
     ],
 )
@@ -318,6 +337,7 @@ class ServerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             vary=seed % 2 == 0,
             stop_every=12,
+            awaiting=seed % 3 / 2,
         )
 
     @rule(
@@ -419,6 +439,26 @@ def test_a_request_decodes_before_its_last_chunk_is_read_but_not_beyond_its_limi
     assert (one.length, two.length, two.min_length, two.max_computed) == (2, 2, 5, 5)
     server.drain()
     assert (one.finish_reason, two.finish_reason) == ("length", "length")
+
+
+def test_a_request_that_awaits_results_prefills_ahead_and_then_waits() -> None:
+    server = Server(
+        make_cache(2, 4, 40), rng=random.Random(0), depth=9, max_num_batched_tokens=6, awaiting=1.0
+    )
+    request = server.add([0] * 10, 9)
+    assert tokens_of_step(server.dispatch()) == [("0", 6)]
+    assert tokens_of_step(server.dispatch()) == [("0", 4)]  # samples; the chunk before need not
+    assert server.dispatch() is None
+    server.read()
+    assert server.dispatch() is None
+    other = server.add([1, 1], 3)
+    other.awaits_result = False
+    assert tokens_of_step(server.dispatch()) == [("1", 2)]
+    assert tokens_of_step(server.dispatch()) == [("1", 2)]
+    server.read()
+    assert request.length == 11
+    assert tokens_of_step(server.dispatch()) == [("0", 3), ("1", 1)]
+    server.drain()
 
 
 def test_preemption_takes_the_latest_request_and_keeps_its_output() -> None:
