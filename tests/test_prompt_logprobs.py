@@ -71,3 +71,16 @@ def test_after_preemption() -> None:
         assert_idle(llm)
     for output in outputs:
         check(output, 2)
+
+
+def test_several_blocks_of_rows_in_one_step() -> None:
+    """A step of 96 rows, whose logits are computed 64 at a time; two prompts share it."""
+    prompts = [prompt_ids(length, seed=6) for length in (70, 24)]
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2)
+    loaded = load_tiny({"num_speculative_tokens": 0}, max_num_batched_tokens=96, row_multiple=32)
+    with LLM.from_loaded(loaded) as llm:
+        sizes = [(one.num_rows, one.logit_rows) for one in llm.core.programs.buckets.values()]
+        assert sizes == [(32, 32), (96, 32)]
+        for output in llm.generate(prompts, params):
+            check(output, 2)
+        assert llm.stats()["steps"] <= 4

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import json
 import re
 from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
+import llguidance
 import numpy as np
 import pytest
 from llm_for_tests import (
@@ -229,28 +233,55 @@ def test_stops_still_end_the_text() -> None:
         assert_idle(llm)
 
 
-def test_a_grammar_that_fails_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmtp_jax.engine import grammar
-
-    failing = property(lambda self: "too complex")
-    with LLM.from_loaded(model()) as llm:
-        compiled = grammar.Grammars.compile
-
-        def compile_failing(self: grammar.Grammars, params: SamplingParams) -> grammar.Grammar:
-            made = compiled(self, params)
-            if params.seed == 1:
-                made.__class__ = type("Failing", (grammar.Grammar,), {"error": failing})
-            return made
-
-        monkeypatch.setattr(grammar.Grammars, "compile", compile_failing)
-        names = [name for name in CASES if name.startswith("regex")]
-        outputs = llm.generate([PROMPTS[name] for name in names], [CASES[name] for name in names])
+def test_a_grammar_that_fails_ends_its_request_only() -> None:
+    """One fails when its masks are computed (only the end of the text is left then), one has no
+    token to go on with: this vocabulary has no braces."""
+    names = [name for name in CASES if name.startswith("regex")]
+    failing = [
+        SamplingParams(structured_outputs={"grammar": 'start: a*\na: "a" | "b" a | a a'}, n=2),
+        SamplingParams(structured_outputs={"json_object": True}),
+    ]
+    limited = llguidance.LLParserLimits(step_max_items=5, verbose_errors=False)
+    with LLM.from_loaded(tiny_model()) as llm:
+        alone = llm.generate([PROMPTS[name] for name in names], [CASES[name] for name in names])
+        assert llm._grammars is not None
+        llm._grammars._limits = limited
+        outputs = llm.generate(
+            [[5, 6, 7], [5, 6, 7], *(PROMPTS[name] for name in names)],
+            [*failing, *(CASES[name] for name in names)],
+        )
         assert_idle(llm)
-    for name, output in zip(names, outputs, strict=True):
-        if CASES[name].seed == 1:
-            assert output.finish_reason == "error" and len(output.token_ids) >= 1
-        else:
-            assert output.token_ids == plain()[name].token_ids
+    for output in outputs[:2]:
+        for sample in output.outputs:
+            assert sample.finish_reason == "error" and len(sample.token_ids) >= 1
+    for output, expected in zip(outputs[2:], alone, strict=True):
+        assert output.finish_reason in ("stop", "length")
+        assert output.token_ids == expected.token_ids
+
+
+def test_leaving_a_stream_in_the_middle() -> None:
+    endless = SamplingParams(structured_outputs={"regex": "[a-z]{80}"}, temperature=1.0, seed=4)
+    endless = dataclasses.replace(endless, max_tokens=None)
+    name = "regex 1.0 1"
+
+    async def leave(llm: LLM) -> str:
+        async with contextlib.aclosing(llm.stream([5, 6, 7], endless)) as stream:
+            async for output in stream:
+                if len(output.token_ids) > 5:
+                    return output.text
+        raise AssertionError("the stream ended")
+
+    with LLM.from_loaded(model()) as llm:
+        assert re.fullmatch("[a-z]{6,}", asyncio.run(leave(llm)))
+        assert llm.generate([PROMPTS[name]], CASES[name])[0].token_ids == plain()[name].token_ids
+        assert_idle(llm)
+
+
+def test_chat_answers_match() -> None:
+    params = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, temperature=0.0)
+    with LLM.from_loaded(model()) as llm:
+        (output,) = llm.chat([{"role": "user", "content": "is it?"}], params)
+    assert output.text in ("yes", "no") and output.finish_reason == "stop"
 
 
 def test_models_that_cannot() -> None:

@@ -20,6 +20,7 @@ from oracle import Oracle, Trace
 from mmtp_jax.config import CacheConfig, EngineConfig, ModelConfig
 from mmtp_jax.engine.core import EngineCore
 from mmtp_jax.engine.delta import TokenDelta
+from mmtp_jax.engine.grammar import Grammar
 from mmtp_jax.engine.request import Request
 from mmtp_jax.models.model import assemble, model_graph, random_value
 from mmtp_jax.sampling.params import SamplingParams
@@ -101,18 +102,29 @@ class Harness:
         return self._texts[key]
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams = GREEDY, wrong: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams = GREEDY,
+        wrong: Sequence[int] = (),
+        *,
+        grammar: Grammar | None = None,
+        text: Sequence[int] | None = None,
     ) -> str:
-        """Queue a request; drafts at the indices in `wrong` are made wrong (scripted engines)."""
+        """Queue a request; drafts at the indices in `wrong` are made wrong (scripted engines).
+
+        Other drafts are those of `text`, by default the greedy continuation.
+        """
         self._names += 1
         name = f"request-{self._names}"
         if self.scripted:
             assert params.max_tokens is not None
-            text = self.text(prompt, params.max_tokens)
-            script = Scripted(tuple(prompt), text, frozenset(wrong))
+            if text is None:
+                text = self.text(prompt, params.max_tokens)
+            script = Scripted(tuple(prompt), tuple(text), frozenset(wrong))
             self.scripts = [s for s in self.scripts if s.prompt != script.prompt]
             self.scripts.append(script)
-        self.core.add(name, list(prompt), params, seed=self._names)
+        seed = self._names if params.seed is None else params.seed
+        self.core.add(name, list(prompt), params, seed, grammar=grammar)
         self.output[name] = []
         return name
 

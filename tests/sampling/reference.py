@@ -16,9 +16,10 @@ def make_state(
     vocab_size: int,
     prompt_lens: Sequence[int] | int = 0,
     eos_token_ids: Sequence[int] = (),
+    width: int = 1,
 ) -> SamplingState:
     """A state with one slot per request; the seed of a request is its own, or else its slot."""
-    state = empty(len(requests), vocab_size)
+    state = empty(len(requests), vocab_size, width)
     for slot, params in enumerate(requests):
         prompt_len = prompt_lens if isinstance(prompt_lens, int) else prompt_lens[slot]
         seed = slot if params.seed is None else params.seed

@@ -13,6 +13,8 @@ from sampling.reference import int32, make_state, processed
 
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.sampling.processors import process
+from mmtp_jax.sampling.sampler import sample
+from mmtp_jax.sampling.state import empty, host_row, write_masks, write_slot
 
 INF = np.inf
 LOGITS = [2.0, -1.0, 0.5, 0.0]
@@ -94,6 +96,37 @@ def test_a_stale_bias_is_not_used() -> None:
     result = run(logits, state, int32(0, 1), int32(1, 1), jnp.zeros((2, 4), jnp.int32))
     assert result[0].tolist() == LOGITS
     assert result[1].tolist() == [3.0, -1.0, 0.5, 0.0]
+
+
+def test_masks_hold_at_their_indices_only() -> None:
+    """Two indices from 5 on; a vocabulary of 40 needs two words of bits."""
+    random = np.random.default_rng(4)
+    allowed = random.random((2, 40)) < 0.5
+    allowed[:, 31] = [True, False]  # the sign bit
+    words = np.packbits(np.pad(allowed, ((0, 0), (0, 24))), axis=1, bitorder="little")
+    masks = jnp.asarray(words.view(np.int32))[None]
+    params = SamplingParams(temperature=0.5, logit_bias={0: 1.0}, repetition_penalty=2.0)
+    state = make_state([params, params], 40, width=2)
+    state = write_masks(state, int32(1), int32(5), masks)
+    logits = jnp.asarray(random.normal(size=(7, 40)), jnp.float32)
+    slot, index = int32(1, 1, 1, 1, 0, 2, 1), int32(4, 5, 6, 7, 5, 5, 6)
+    history = jnp.asarray(random.integers(0, 40, (2, 8)), jnp.int32)
+    free = make_state([params, params], 40, width=2)
+    expected = np.array(run(logits, free, slot, index, history))
+    for row, column in ((1, 0), (2, 1), (6, 1)):
+        expected[row, ~allowed[column]] = -INF
+    assert np.array_equal(run(logits, state, slot, index, history), expected)
+
+
+def test_a_mask_alone_changes_a_greedy_row_and_no_other() -> None:
+    state = empty(2, 4, width=1)
+    for slot in (0, 1):
+        state = write_slot(state, slot, host_row(SamplingParams(temperature=0), 0, 0))
+    state = write_masks(state, int32(0), int32(3), jnp.full((1, 1, 1), 0b1010, jnp.int32))
+    logits = jnp.array([LOGITS] * 3, jnp.float32)
+    history = jnp.zeros((2, 8), jnp.int32)
+    tokens = jax.jit(sample)(logits, state, int32(0, 0, 1), int32(3, 4, 3), history)
+    assert tokens.tolist() == [3, 0, 0]
 
 
 def test_padding_rows_come_back_unchanged() -> None:

@@ -15,8 +15,11 @@ from mmtp_jax.sampling.state import (
     bias_row,
     empty,
     host_row,
+    mask_column,
     params_of,
+    without_masks,
     write_bias,
+    write_masks,
     write_slot,
 )
 
@@ -106,6 +109,24 @@ def test_writing_a_slot_forgets_the_bias_of_the_one_before() -> None:
     state = jax.jit(write_bias)(state, jnp.int32(0), jnp.arange(4, dtype=jnp.float32))
     assert params_of(state, int32(0)).has_bias[0]
     assert state.bias[0].tolist() == [0, 1, 2, 3]
+
+
+def test_masks_are_written_to_their_slots_and_hold_from_their_start_on() -> None:
+    state = empty(3, 40, width=2)
+    masks = jnp.arange(1, 13, dtype=jnp.int32).reshape(3, 2, 2)
+    written = jax.jit(write_masks)(state, int32(2, 3, 0), int32(7, 5, 0), masks)
+    assert written.mask_start.tolist() == [0, -1, 7]
+    assert written.masks.tolist() == [masks[2].tolist(), [[0, 0], [0, 0]], masks[0].tolist()]
+    slots = int32(2, 2, 2, 2, 0, 0, 1, 1, 3, -1)
+    columns = mask_column(written, slots, int32(6, 7, 8, 9, 0, 2, 0, -1, 7, 7))
+    assert columns.tolist() == [-1, 0, 1, -1, 0, -1, -1, -1, -1, -1]
+    assert (mask_column(without_masks(written), slots, jnp.full(10, 7)) == -1).all()
+
+
+def test_writing_a_slot_forgets_the_masks_of_the_one_before() -> None:
+    state = write_masks(empty(2, 4), int32(0, 1), int32(3, 4), jnp.zeros((2, 1, 1), jnp.int32))
+    state = jax.jit(write_slot)(state, jnp.int32(0), jnp.asarray(host_row(SamplingParams(), 0, 0)))
+    assert state.mask_start.tolist() == [-1, 4]
 
 
 def test_bias_rows() -> None:
