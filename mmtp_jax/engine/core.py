@@ -21,7 +21,7 @@ from mmtp_jax.engine.buckets import buckets
 from mmtp_jax.engine.delta import TokenDelta
 from mmtp_jax.engine.grammar import Grammar, fill_masks
 from mmtp_jax.engine.logprobs import PromptCollector, taken_logprobs
-from mmtp_jax.engine.plan import StepOutput
+from mmtp_jax.engine.plan import PromptLogprobs, StepOutput
 from mmtp_jax.engine.programs import Programs, Progress, empty_admission, empty_plan
 from mmtp_jax.engine.request import FinishReason, Request
 from mmtp_jax.engine.scheduler import (
@@ -68,6 +68,7 @@ class _InFlight:
     scheduled: ScheduledStep
     output: StepOutput
     live: tuple[_Live, ...]
+    prompt: PromptLogprobs | None
 
 
 class EngineCore:
@@ -114,6 +115,7 @@ class EngineCore:
             num_slots=config.max_num_seqs,
             max_model_len=max_model_len,
             num_modules=num_modules,
+            num_rows=sizes[-1].num_rows,
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
             num_pages=tuple(group.num_pages for group in groups),
@@ -221,14 +223,18 @@ class EngineCore:
         if entries:
             plan.entries[: len(entries)] = entries
         plan.logprobs[...] = any(one.params.logprobs is not None for one in live)
-        plan.prompt_logprobs[...] = any(one.prompt is not None for one in live)
         collect = any(one.collector is not None for one in live)
         program = self.programs.step(scheduled.bucket, collect=collect)
         self.state, output = program(self.params, self.state, plan)
         for leaf in (output.tokens, output.count, output.drafted, output.done):
             leaf.copy_to_host_async()
         self.stats.steps += 1
-        return _InFlight(scheduled, output, live)
+        prompt = None
+        if any(one.prompt is not None for one in live):
+            prompt = self.programs.prompt_logprobs(
+                self.params, self.state, np.int32(plan.rows.sum())
+            )
+        return _InFlight(scheduled, output, live, prompt)
 
     def _upload_masks(self, scheduled: ScheduledStep, live: tuple[_Live, ...]) -> None:
         """Tell the device what the grammars allow in the rows that this step samples from."""
@@ -272,6 +278,7 @@ class EngineCore:
 
     def _read(self, step: _InFlight) -> list[TokenDelta]:
         output = _fetch(step)
+        prompt = jax.device_get(step.prompt)
         results, current = [], []
         for index, (row, live) in enumerate(zip(step.scheduled.requests, step.live, strict=True)):
             emitted = tuple(output.tokens[index, : output.count[index]].tolist())
@@ -282,7 +289,8 @@ class EngineCore:
                 if live.collector is not None:
                     live.collector(step.output, index)
                 if live.prompt is not None:
-                    live.prompt.take(output.prompt_logprobs, index, row.num_rows)
+                    first = int(output.first_row[index]), int(output.first_position[index])
+                    live.prompt.take(prompt, *first, row.num_rows)
                 if live.grammar is not None and emitted:
                     live.drafts = tuple(output.drafts[index].tolist())
                     if not self._follow(live.grammar, emitted, live.request.request_id):
@@ -338,6 +346,6 @@ def _fetch(step: _InFlight) -> StepOutput:
     if any(one.params.logprobs is not None for one in live):
         names.append("logprobs")
     if any(one.prompt is not None for one in live):
-        names.append("prompt_logprobs")
+        names += ["first_row", "first_position"]
     fetched = jax.device_get({name: getattr(output, name) for name in names})
     return dataclasses.replace(output, **fetched)

@@ -1,35 +1,26 @@
-"""Log-probabilities of emitted tokens and of prompts: computed in the step, taken on the host."""
+"""Log-probabilities of emitted tokens (in the step) and of prompts (after it), and what the host
+takes of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from mmtp_jax.engine.delta import TokenLogprobs
 from mmtp_jax.engine.plan import LogprobOutput, PromptLogprobs
-from mmtp_jax.models.model import Model
+from mmtp_jax.engine.state import EngineState
+from mmtp_jax.models.model import ModelGraph, Params
+from mmtp_jax.sampling.params import MAX_LOGPROBS
 from mmtp_jax.sampling.sampler import logprobs
 
-# Rows of a prompt whose logits are held at once, or as many as the step samples from anyway: the
-# programs of decode steps then have no loop, which on a GPU would keep them out of a CUDA graph.
+# Rows of a prompt whose logits are held at once.
 PROMPT_BLOCK = 64
 
 Values = tuple[Array, Array, Array]
-
-
-def _if_wanted(wanted: Bool[Array, ""], compute: Callable[[], Values]) -> Values:
-    """What `compute` gives, or zeros of the same shapes at no cost."""
-
-    def skip() -> Values:
-        shapes = jax.eval_shape(compute)
-        zeros: Values = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return zeros
-
-    values: Values = jax.lax.cond(wanted, compute, skip)
-    return values
 
 
 def emitted_logprobs(
@@ -39,42 +30,53 @@ def emitted_logprobs(
     rows: Int32[Array, "B W"],
 ) -> LogprobOutput:
     """Those of the tokens in `rows`; zeros unless `wanted`."""
-    chosen, top_ids, top_values = _if_wanted(wanted, lambda: logprobs(logits, draws))
+
+    def compute() -> Values:
+        return logprobs(logits, draws)
+
+    def skip() -> Values:
+        shapes = jax.eval_shape(compute)
+        zeros: Values = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return zeros
+
+    chosen, top_ids, top_values = jax.lax.cond(wanted, compute, skip)
     return LogprobOutput(chosen[rows], top_ids[rows], top_values[rows])
 
 
 def prompt_logprobs(
-    model: Model,
-    normed: Float[Array, "T H"],
-    following: Int32[Array, " T"],
-    wanted: Bool[Array, ""],
-    logit_rows: int,
-    first_row: Int32[Array, " B"],
-    first_position: Int32[Array, " B"],
+    graph: ModelGraph, params: Params, state: EngineState, num_rows: Int32[Any, ""]
 ) -> PromptLogprobs:
-    """Those of the token after every row; zeros unless `wanted`.
+    """Those of the tokens after the first `num_rows` rows of the latest step; the rest is zeros.
 
-    Rows go in blocks, so that no more logits exist at once than in the rest of the step, which
-    samples from `logit_rows` rows.
+    A program of its own, so that steps nobody asked it of have no part in it. Rows go in blocks, so
+    that a long prompt's logits never exist at once.
     """
-    num_rows = following.shape[0]
-    block = min(num_rows, max(PROMPT_BLOCK, logit_rows))
-    padding = -num_rows % block
+    model = graph.bind(params)
+    size = state.row_targets.shape[0]
+    block = min(size, PROMPT_BLOCK)
+    padding = -size % block
+    states = jnp.pad(state.row_states, ((0, padding), (0, 0)))
+    targets = jnp.pad(state.row_targets, (0, padding))
 
-    def of_block(rows: tuple[Array, Array]) -> Values:
-        states, tokens = rows
-        return logprobs(model.target.logits(states), tokens)
-
-    def compute() -> Values:
-        states = jnp.pad(normed, ((0, padding), (0, 0))).reshape(-1, block, normed.shape[1])
-        tokens = jnp.pad(following, (0, padding)).reshape(-1, block)
-        blocks = jax.lax.map(of_block, (states, tokens))
-        values: Values = jax.tree.map(
-            lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:num_rows], blocks
+    def of_block(number: Int32[Array, ""], found: Values) -> Values:
+        first = number * block
+        part = logprobs(
+            model.target.logits(jax.lax.dynamic_slice_in_dim(states, first, block)),
+            jax.lax.dynamic_slice_in_dim(targets, first, block),
         )
-        return values
+        chosen, top_ids, top_values = (
+            jax.lax.dynamic_update_slice_in_dim(whole, new, first, 0)
+            for whole, new in zip(found, part, strict=True)
+        )
+        return chosen, top_ids, top_values
 
-    return PromptLogprobs(first_row, first_position, *_if_wanted(wanted, compute))
+    empty = (
+        jnp.zeros(size + padding, jnp.float32),
+        jnp.zeros((size + padding, MAX_LOGPROBS), jnp.int32),
+        jnp.zeros((size + padding, MAX_LOGPROBS), jnp.float32),
+    )
+    num_blocks = (num_rows + block - 1) // block
+    return PromptLogprobs(*jax.lax.fori_loop(0, num_blocks, of_block, empty))
 
 
 def taken_logprobs(
@@ -99,14 +101,14 @@ class PromptCollector:
         self._num_top = num_top
         self._found: dict[int, TokenLogprobs] = {}
 
-    def take(self, output: PromptLogprobs, index: int, num_rows: int) -> None:
-        """Add request `index`'s rows of a step (host arrays)."""
-        row, position = int(output.first_row[index]), int(output.first_position[index])
+    def take(self, found: PromptLogprobs, row: int, position: int, num_rows: int) -> None:
+        """Add the request's rows of a step (host arrays): those from `row` on, at the positions
+        from `position` on."""
         for offset in range(min(num_rows, self._size - 1 - position)):
             self._found[position + offset + 1] = TokenLogprobs(
-                float(output.chosen[row + offset]),
-                tuple(output.top_ids[row + offset, : self._num_top].tolist()),
-                tuple(output.top_values[row + offset, : self._num_top].tolist()),
+                float(found.chosen[row + offset]),
+                tuple(found.top_ids[row + offset, : self._num_top].tolist()),
+                tuple(found.top_values[row + offset, : self._num_top].tolist()),
             )
 
     def result(self) -> tuple[TokenLogprobs, ...]:

@@ -18,8 +18,7 @@ class StepPlan:
     """B requests (slot = R for padding). `rows` is an upper bound on the target rows: the device
     clips it to the tokens and drafts it holds, the request's limit and `capacity` (positions
     that have pages in every group). `entries` are new page-table entries: group, slot, column,
-    page (slot = R: none). `logprobs` and `prompt_logprobs` say whether any request of the step
-    wants them.
+    page (slot = R: none). `logprobs` says whether any request of the step wants them.
     """
 
     slot: Int32[Any, " B"]
@@ -27,7 +26,6 @@ class StepPlan:
     capacity: Int32[Any, " B"]
     entries: Int32[Any, "X 4"]
     logprobs: Bool[Any, ""]
-    prompt_logprobs: Bool[Any, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -43,12 +41,8 @@ class LogprobOutput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-softmax of the raw logits at every target row, for the known token after it; zeros when
-    no request asked. Request b's rows are those from `first_row[b]` on, at the positions from
-    `first_position[b]` on."""
+    """Log-softmax of the raw logits at the rows of a step, for the known token after each."""
 
-    first_row: Int32[Array, " B"]
-    first_position: Int32[Array, " B"]
     chosen: Float[Array, " T"]
     top_ids: Int32[Array, "T 20"]
     top_values: Float[Array, "T 20"]
@@ -74,7 +68,8 @@ class CollectedLogits:
 class StepOutput:
     """Per request: `tokens[b, :count[b]]` were emitted (accepted drafts, then the bonus token),
     `drafted` drafts were verified, `done` says the request ended on the device (stop id or limit),
-    `drafts` propose the tokens after the newest one."""
+    `drafts` propose the tokens after the newest one. Its target rows are those from `first_row` on,
+    at the positions from `first_position` on."""
 
     tokens: Int32[Array, "B W"]
     count: Int32[Array, " B"]
@@ -82,5 +77,6 @@ class StepOutput:
     done: Bool[Array, " B"]
     drafts: Int32[Array, "B N"]
     logprobs: LogprobOutput
-    prompt_logprobs: PromptLogprobs
+    first_row: Int32[Array, " B"]
+    first_position: Int32[Array, " B"]
     collected: CollectedLogits | None

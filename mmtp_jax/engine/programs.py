@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from mmtp_jax.engine.buckets import Bucket, round_up
+from mmtp_jax.engine.logprobs import prompt_logprobs
 from mmtp_jax.engine.plan import StepPlan
 from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit
 from mmtp_jax.engine.step import Chooser, StepShape, step
@@ -59,7 +60,6 @@ def empty_plan(bucket: Bucket, num_slots: int) -> StepPlan:
         capacity=np.zeros(bucket.num_requests, np.int32),
         entries=np.full((bucket.num_entries, 4), num_slots, np.int32),
         logprobs=np.array(False),
-        prompt_logprobs=np.array(False),
     )
 
 
@@ -122,6 +122,7 @@ class Programs:
             _set_bias, np.int32(0), np.zeros(graph.config.vocab_size, np.float32)
         )
         jobs["masks"] = lambda: self._compile(_set_masks, *self.empty_masks(1))
+        jobs["prompt log-probabilities"] = self._compile_prompt_logprobs
         done = {}
         with ThreadPoolExecutor(max_workers=min(len(jobs), os.cpu_count() or 1)) as pool:
             futures = {pool.submit(job): name for name, job in jobs.items()}
@@ -132,11 +133,12 @@ class Programs:
         self.admit = done["admission"]
         self.set_bias = done["bias"]
         self._upload_masks = done["masks"]
+        self.prompt_logprobs = done["prompt log-probabilities"]
         self._steps = {size: done[f"step of {size} rows"] for size in self.buckets}
 
     @property
     def num_programs(self) -> int:
-        return len(self._steps) + 3
+        return len(self._steps) + 4
 
     def empty_masks(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots, starts and masks of `count` requests or a few more, as whole uploads: nothing but
@@ -171,6 +173,10 @@ class Programs:
 
     def _compile(self, function: Callable[..., EngineState], *arguments: Any) -> Any:
         return jax.jit(function, donate_argnums=0).lower(self._abstract_state, *arguments).compile()
+
+    def _compile_prompt_logprobs(self) -> Any:
+        program = jax.jit(functools.partial(prompt_logprobs, self._graph))
+        return program.lower(self._params, self._abstract_state, np.int32(0)).compile()
 
     def _compile_step(self, bucket: Bucket, collect: bool = False) -> Any:
         shape = StepShape(

@@ -24,7 +24,10 @@ from mmtp_jax.sampling.state import SamplingState, empty, write_slot
 @dataclasses.dataclass(frozen=True)
 class EngineState:
     """R slots. `tokens` holds prompt, output and current drafts; it is `num_modules` wider than
-    max_model_len because drafts reach that far past the newest token."""
+    max_model_len because drafts reach that far past the newest token. `row_states` are the final
+    hidden states of the latest step's rows, `row_targets` the known tokens after them: what
+    log-probabilities of prompts are computed from, in a program of their own.
+    """
 
     tokens: Int32[Array, "R L"]
     length: Int32[Array, " R"]
@@ -38,6 +41,8 @@ class EngineState:
     tables: tuple[Int32[Array, "R MP"], ...]
     pages: Pages
     sampling: SamplingState
+    row_states: Float[Array, "T H"]
+    row_targets: Int32[Array, " T"]
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +66,7 @@ def initial_state(
     num_slots: int,
     max_model_len: int,
     num_modules: int,
+    num_rows: int,
     hidden_size: int,
     vocab_size: int,
     num_pages: tuple[int, ...],
@@ -83,6 +89,8 @@ def initial_state(
         tables=tuple(jnp.zeros((num_slots, width), jnp.int32) for _ in layout.groups),
         pages=allocate(layout, num_pages, page_size, dtype),
         sampling=empty(num_slots, vocab_size, width=num_modules + 1),
+        row_states=jnp.zeros((num_rows, hidden_size), dtype),
+        row_targets=jnp.zeros(num_rows, jnp.int32),
     )
 
 
@@ -105,4 +113,6 @@ def admit(state: EngineState, new: AdmissionArrays) -> EngineState:
         ),
         pages=copy_page(state.pages, new.copy_source, new.copy_target),
         sampling=write_slot(state.sampling, slot, new.sampling),
+        row_states=state.row_states,
+        row_targets=state.row_targets,
     )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from mmtp_jax.engine.collect import all_logits
-from mmtp_jax.engine.logprobs import emitted_logprobs, prompt_logprobs
+from mmtp_jax.engine.logprobs import emitted_logprobs
 from mmtp_jax.engine.plan import LogprobOutput, StepOutput, StepPlan
 from mmtp_jax.engine.state import EngineState
 from mmtp_jax.models.model import Model, ModelGraph, Params
@@ -262,19 +262,15 @@ def step(
         following = state.tokens.at[plan.slot[rows.request], rows.position + 1].get(mode="clip")
         raw, pages = model.target(inputs, rows, write, state.pages, graph.layout.target)
         normed = model.target.norm(raw)
-        state = dataclasses.replace(state, pages=pages)
+        state = dataclasses.replace(
+            state,
+            pages=pages,
+            row_states=state.row_states.at[: shape.num_rows].set(normed),
+            row_targets=state.row_targets.at[: shape.num_rows].set(following),
+        )
     with jax.named_scope("verify"):
         emission = _emit(model, shape, state, plan, requests, rows, normed)
         state = _commit(state, requests, rows, emission)
-        prompt = prompt_logprobs(
-            model,
-            normed,
-            following,
-            plan.prompt_logprobs,
-            shape.logit_rows,
-            rows.cu_q_lens[:-1],
-            requests.computed,
-        )
     proposal, window = None, None
     if mtp is not None:
         states = raw if mtp.target_hidden == "pre" else normed
@@ -289,7 +285,8 @@ def step(
         done=emission.ended,
         drafts=no_drafts if proposal is None else proposal.drafts,
         logprobs=emission.logprobs,
-        prompt_logprobs=prompt,
+        first_row=rows.cu_q_lens[:-1],
+        first_position=requests.computed,
         collected=all_logits(model, normed, rows, window, proposal) if shape.collect else None,
     )
     return state, output
