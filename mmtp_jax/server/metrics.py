@@ -153,7 +153,7 @@ class Metrics(Collector):
             ),
         ):
             groups = [((one.group,), float(n)) for one, n in zip(now.pages, counts, strict=True)]
-            yield self._gauges(name, text, ("group",), groups)
+            yield self._family(GaugeMetricFamily, name, text, ("group",), groups)
 
     def _requests(self) -> Iterator[Metric]:
         yield self._histogram(
@@ -172,12 +172,24 @@ class Metrics(Collector):
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens.", self._prompt_tokens)
         yield self._counter("vllm:prefix_cache_hits", "Those in the cache.", self._cached_tokens)
         reasons = [((reason,), float(n)) for reason, n in self._finished.items()]
-        yield self._counters(
-            "vllm:request_success", "Requests that ended.", ("finished_reason",), reasons
+        yield self._family(
+            CounterMetricFamily,
+            "vllm:request_success",
+            "Requests that ended.",
+            ("finished_reason",),
+            reasons,
         )
-        yield self._counters("mmtp_requests", "Requests that ended.", ("finish_reason",), reasons)
+        yield self._family(
+            CounterMetricFamily,
+            "mmtp_requests",
+            "Requests that ended.",
+            ("finish_reason",),
+            reasons,
+        )
         statuses = [((str(status),), float(n)) for status, n in self._errors.items()]
-        yield self._counters("mmtp_http_errors", "Error answers.", ("status",), statuses)
+        yield self._family(
+            CounterMetricFamily, "mmtp_http_errors", "Error answers.", ("status",), statuses
+        )
 
     def _speculation(self) -> Iterator[Metric]:
         drafted, accepted = self._acceptance.drafted, self._acceptance.accepted
@@ -194,7 +206,7 @@ class Metrics(Collector):
             ("mmtp_drafts_verified", "Verified draft tokens by depth.", drafted),
         ):
             values = [((str(position),), float(n)) for position, n in enumerate(counts)]
-            yield self._counters(name, text, ("position",), values)
+            yield self._family(CounterMetricFamily, name, text, ("position",), values)
         yield self._counter(
             "mmtp_verifications", "Request-steps that emitted tokens.", self._verifications
         )
@@ -202,31 +214,20 @@ class Metrics(Collector):
         yield self._gauge("mmtp_tokens_per_step", "Tokens per request and step.", mean)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        return self._gauges(name, text, (), [((), float(value))])
+        return self._family(GaugeMetricFamily, name, text, (), [((), float(value))])
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        return self._counters(name, text, (), [((), float(value))])
+        return self._family(CounterMetricFamily, name, text, (), [((), float(value))])
 
-    def _gauges(
+    def _family(
         self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
         text: str,
         labels: tuple[str, ...],
         values: Iterable[tuple[tuple[str, ...], float]],
     ) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=("model_name", *labels))
-        for own, value in values:
-            family.add_metric((self._model, *own), value)
-        return family
-
-    def _counters(
-        self,
-        name: str,
-        text: str,
-        labels: tuple[str, ...],
-        values: Iterable[tuple[tuple[str, ...], float]],
-    ) -> Metric:
-        family = CounterMetricFamily(name, text, labels=("model_name", *labels))
+        family = kind(name, text, labels=("model_name", *labels))
         for own, value in values:
             family.add_metric((self._model, *own), value)
         return family

@@ -31,37 +31,35 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class Body(BaseModel):
+class Part(BaseModel):
     """A JSON object. Numbers are not read from strings."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
+
+class Body(Part):
+    """The body of a request."""
+
     model: str | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` puts the usage so
     far in every chunk."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
-class JSONSchema(BaseModel):
+class JSONSchema(Part):
     """A schema with the name and the options OpenAI's clients send along."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """What the text has to be."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
@@ -117,38 +115,30 @@ class CompletionBody(SamplingBody):
     add_special_tokens: bool | None = True
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Part):
     """A call the model made: `arguments` is JSON text."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     name: str
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ToolCall(Part):
     """A tool call in an assistant's message."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class TextPart(BaseModel):
+class TextPart(Part):
     """A part of a message's content; other kinds than text are not supported."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Part):
     """One message. Templates see further fields too."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
     content: str | list[TextPart] | None = None
@@ -157,37 +147,29 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
 
 
-class FunctionDefinition(BaseModel):
+class FunctionDefinition(Part):
     """A function the model may call; `parameters` is a JSON schema."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
+class Tool(Part):
     """A tool the model may use."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class ChosenFunction(BaseModel):
+class ChosenFunction(Part):
     """The name of a function."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     name: str
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(Part):
     """The tool that has to be called."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["function"]
     function: ChosenFunction
