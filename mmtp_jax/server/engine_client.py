@@ -177,8 +177,13 @@ class EngineClient:
 
     async def _receive(self) -> None:
         decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        while True:
-            self._take(decoder.decode(await self._socket.recv()))
+        try:
+            while True:
+                self._take(decoder.decode(await self._socket.recv()))
+        except Exception:
+            # Nobody would hear of the engine any more: its death is what everything else handles.
+            logger.exception("a message of the engine could not be handled")
+            self._process.kill()
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Step):
