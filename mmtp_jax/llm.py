@@ -32,7 +32,7 @@ from mmtp_jax.prompts import (
     checked_ids,
     per_prompt,
 )
-from mmtp_jax.sampling.params import SamplingParams, sample_seed
+from mmtp_jax.sampling.params import SamplingParams, default_seed, sample_seed
 from mmtp_jax.scoring import Scorer
 from mmtp_jax.tokenizer import Tokenizer
 from mmtp_jax.weights.resolve import cache_directory
@@ -248,7 +248,7 @@ class LLM:
             not params.stop or self._tokenizer is not None,
             "stop strings need a tokenizer, and this model has none: use stop_token_ids",
         )
-        seed = self.config.seed * 1_000_003 + next(self._seeds)
+        seed = default_seed(self.config.seed, next(self._seeds))
         if params.seed is not None:
             seed = params.seed
         samples = [

@@ -198,6 +198,11 @@ class SamplingParams:
             _require_choice(self.allowed_token_ids, banned, vocab_size, "min_tokens")
 
 
+def default_seed(engine_seed: int, number: int) -> int:
+    """The seed of the engine's prompt `number`, if it asks for none of its own."""
+    return engine_seed * 1_000_003 + number
+
+
 def sample_seed(seed: int, index: int) -> int:
     """The seed of sample `index` of a prompt, in [0, 2**32): samples are independent of each other
     because their noise is keyed by different seeds."""

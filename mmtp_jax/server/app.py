@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,8 +15,6 @@ from mmtp_jax.server.errors import APIError, bad_request
 from mmtp_jax.server.limits import APIKey, BodyLimit, error_response
 from mmtp_jax.server.service import Service
 from mmtp_jax.server.stream import ClientGone
-
-logger = logging.getLogger(__name__)
 
 
 def create_app(service: Service, *, api_key: str | None, max_body_bytes: int) -> FastAPI:

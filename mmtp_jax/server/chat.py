@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mmtp_jax.outputs import Increment
-from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.server.answer import Answer
 from mmtp_jax.server.chat_prompt import chat_prompt
 from mmtp_jax.server.errors import bad_request
-from mmtp_jax.server.generation import Choice, Generation
+from mmtp_jax.server.generation import Choice
 from mmtp_jax.server.logprobs import LogprobFormat
 from mmtp_jax.server.protocol import ChatBody
-from mmtp_jax.server.responses import STREAMED, ChatCompletion, usage
+from mmtp_jax.server.responses import STREAMED, ChatCompletion
 from mmtp_jax.server.sampling import sampling_params, structured_outputs
 from mmtp_jax.server.service import Service, WithService, new_id
-from mmtp_jax.server.stream import DONE, EventStream, event, until_gone
 from mmtp_jax.server.tool_parsers import ToolCall, ToolParser
 from mmtp_jax.server.tools import constraint, parser_for
 
@@ -30,10 +27,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
 async def chat_completions(body: ChatBody, request: Request, service: WithService) -> Response:
     """Answer a conversation."""
-    answer = _Answer.of(body, service)
-    if body.stream:
-        return EventStream(answer.stream())
-    return JSONResponse(await until_gone(request, answer.complete()))
+    return await _Answer.of(body, service).respond(request)
 
 
 @dataclass
@@ -45,18 +39,14 @@ class _Message:
     begun: bool = False
 
 
-@dataclass
-class _Answer:
-    """One request's answer as it grows."""
+@dataclass(kw_only=True)
+class _Answer(Answer[ChatBody]):
+    """With the message of every choice."""
 
-    body: ChatBody
-    model: str
-    generation: Generation
-    params: SamplingParams
-    format: LogprobFormat
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
     messages: dict[int, _Message]
-    id: str = field(default_factory=lambda: new_id("chatcmpl"))
-    created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def of(cls, body: ChatBody, service: Service) -> _Answer:
@@ -78,29 +68,25 @@ class _Answer:
             asked = body.max_completion_tokens
         params = sampling_params(
             body,
-            max_tokens=service.default_max_tokens([prompt]) if asked is None else asked,
+            max_tokens=service.default_max_tokens(prompt) if asked is None else asked,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             structured=structured,
         )
         generation = service.generation(body, [prompt], params, "messages")
         return cls(
-            body,
-            model,
-            generation,
-            params,
-            LogprobFormat(service.tokenizer, bool(body.return_tokens_as_token_ids)),
-            {one.index: _Message(parser_for(tools, choice)) for one in generation.choices},
+            body=body,
+            model=model,
+            generation=generation,
+            format=LogprobFormat(service.tokenizer, bool(body.return_tokens_as_token_ids)),
+            id=new_id("chatcmpl"),
+            messages={one.index: _Message(parser_for(tools, choice)) for one in generation.choices},
         )
 
-    async def complete(self) -> dict[str, Any]:
-        with self.generation as generation:
-            async for _ in generation:
-                pass
+    def whole(self) -> dict[str, Any]:
         choices = [self._choice(choice) for choice in self.generation.choices]
-        prompt_logprobs = self._prompt_logprobs(self.generation.choices[0])
-        return self._body("chat.completion", choices) | {
-            "usage": self._usage(),
-            "prompt_logprobs": prompt_logprobs,
+        return self.titled(self.kind, choices) | {
+            "usage": self.usage(),
+            "prompt_logprobs": self.prompt_logprobs(self.generation.choices[0]),
         }
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
@@ -117,25 +103,7 @@ class _Answer:
             **self._end(choice),
         }
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        include_usage = {"usage": None} if self.body.include_usage else {}
-        with self.generation as generation:
-            async for changed in generation:
-                chunks = []
-                for choice in changed:
-                    for part in self._parts(choice):
-                        body = self._body("chat.completion.chunk", [part]) | include_usage
-                        if self.body.continuous_usage:
-                            body["usage"] = self._usage()
-                        chunks.append(event(body))
-                if chunks:
-                    yield b"".join(chunks)
-        if self.body.include_usage:
-            yield event(self._body("chat.completion.chunk", []) | {"usage": self._usage()})
-        yield DONE
-
-    def _parts(self, choice: Choice) -> list[dict[str, Any]]:
-        """The chunks for what a choice released since the last call."""
+    def parts(self, choice: Choice) -> list[dict[str, Any]]:
         message = self.messages[choice.index]
         parts = []
         if not message.begun:
@@ -177,24 +145,6 @@ class _Answer:
         if reason == "stop" and self.messages[choice.index].called and not named:
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": sample.stop_reason}
-
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        return usage(self.generation.choices)
-
-    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
-        known = choice.sample.prompt_logprobs
-        if self.body.prompt_logprobs is None or known is None:
-            return None
-        return self.format.prompt(choice.prompt.token_ids, known, self.body.prompt_logprobs)
 
 
 def _part(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mmtp_jax.outputs import Increment
-from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.server.answer import Answer
 from mmtp_jax.server.errors import bad_request
-from mmtp_jax.server.generation import Choice, Generation, Prompt
+from mmtp_jax.server.generation import Choice, Prompt
 from mmtp_jax.server.logprobs import LogprobFormat, pieces_of
 from mmtp_jax.server.protocol import CompletionBody
 from mmtp_jax.server.responses import STREAMED, Completion, usage
 from mmtp_jax.server.sampling import sampling_params
 from mmtp_jax.server.service import Service, WithService, new_id
-from mmtp_jax.server.stream import DONE, EventStream, event, until_gone
 
 router = APIRouter()
 
@@ -31,24 +28,16 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/v1/completions", response_model=Completion, responses=STREAMED)
 async def completions(body: CompletionBody, request: Request, service: WithService) -> Response:
     """Complete prompts: texts or token ids, one or several."""
-    answer = _Answer.of(body, service)
-    if body.stream:
-        return EventStream(answer.stream())
-    return JSONResponse(await until_gone(request, answer.complete()))
+    return await _Answer.of(body, service).respond(request)
 
 
-@dataclass
-class _Answer:
-    """One request's answer as it grows."""
+@dataclass(kw_only=True)
+class _Answer(Answer[CompletionBody]):
+    """`offsets`: where in the text each choice that has begun goes on."""
 
-    body: CompletionBody
-    model: str
-    generation: Generation
-    params: SamplingParams
-    format: LogprobFormat
+    kind = chunk_kind = "text_completion"
+
     only_prompt: bool
-    id: str = field(default_factory=lambda: new_id("cmpl"))
-    created: int = field(default_factory=lambda: int(time.time()))
     offsets: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -66,22 +55,18 @@ class _Answer:
             params = dataclasses.replace(params, prompt_logprobs=body.logprobs)
         prompts = _prompts(body, service)
         return cls(
-            body,
-            model,
-            service.generation(body, prompts, params, "prompt"),
-            params,
-            LogprobFormat(service.tokenizer, bool(body.return_tokens_as_token_ids)),
-            only_prompt,
+            body=body,
+            model=model,
+            generation=service.generation(body, prompts, params, "prompt"),
+            format=LogprobFormat(service.tokenizer, bool(body.return_tokens_as_token_ids)),
+            id=new_id("cmpl"),
+            only_prompt=only_prompt,
         )
 
-    async def complete(self) -> dict[str, Any]:
-        with self.generation as generation:
-            async for _ in generation:
-                pass
+    def whole(self) -> dict[str, Any]:
         choices = []
         for choice in self.generation.choices:
-            shown = self._first(choice)
-            parts = [part for part in (shown, self._next(choice)) if part is not None]
+            parts = self._released(choice)
             logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
             choices.append(
                 {
@@ -89,44 +74,28 @@ class _Answer:
                     "text": "".join(part["text"] for part in parts),
                     "logprobs": _joined(logprobs),
                     **self._end(choice),
-                    "prompt_logprobs": self._prompt_logprobs(choice),
+                    "prompt_logprobs": self.prompt_logprobs(choice),
                 }
             )
-        return self._body(choices) | {"usage": self._usage()}
+        return self.titled(self.kind, choices) | {"usage": self.usage()}
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        include_usage = {"usage": None} if self.body.include_usage else {}
-        begun: set[int] = set()
-        with self.generation as generation:
-            async for changed in generation:
-                parts: list[dict[str, Any]] = []
-                for choice in changed:
-                    if choice.index not in begun:
-                        begun.add(choice.index)
-                        parts.append(self._first(choice) or {})
-                    parts.append(self._next(choice) or {})
-                    if choice.finished:
-                        end = {"index": choice.index, "text": "", "logprobs": None}
-                        parts.append(end | self._end(choice))
-                chunks = [
-                    event(self._body([part]) | include_usage | self._continuous_usage())
-                    for part in parts
-                    if part
-                ]
-                if chunks:
-                    yield b"".join(chunks)
-        if self.body.include_usage:
-            yield event(self._body([]) | {"usage": self._usage()})
-        yield DONE
+    def parts(self, choice: Choice) -> list[dict[str, Any]]:
+        parts = self._released(choice)
+        if choice.finished:
+            end = {"index": choice.index, "text": "", "logprobs": None}
+            parts.append(end | self._end(choice))
+        return parts
 
-    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
+    def usage(self) -> dict[str, Any]:
+        return usage(self.generation.choices, only_prompt=self.only_prompt)
+
+    def _released(self, choice: Choice) -> list[dict[str, Any]]:
+        """What was released since the last call, the echoed prompt first."""
+        first = None
+        if choice.index not in self.offsets:
+            self.offsets[choice.index] = 0
+            first = self._first(choice)
+        return [part for part in (first, self._next(choice)) if part is not None]
 
     def _first(self, choice: Choice) -> dict[str, Any] | None:
         """The echoed prompt, if it was asked for."""
@@ -154,7 +123,7 @@ class _Answer:
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
     def _logprobs(self, choice: Choice, increment: Increment) -> dict[str, Any] | None:
-        offset = self.offsets.get(choice.index, 0)
+        offset = self.offsets[choice.index]
         self.offsets[choice.index] = offset + len(increment.text)
         if self.body.logprobs is None:
             return None
@@ -171,18 +140,6 @@ class _Answer:
         if self.only_prompt:
             return {"finish_reason": "length", "stop_reason": None}
         return {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
-
-    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
-        known = choice.sample.prompt_logprobs
-        if self.body.prompt_logprobs is None or known is None:
-            return None
-        return self.format.prompt(choice.prompt.token_ids, known, self.body.prompt_logprobs)
-
-    def _usage(self) -> dict[str, Any]:
-        return usage(self.generation.choices, only_prompt=self.only_prompt)
-
-    def _continuous_usage(self) -> dict[str, Any]:
-        return {"usage": self._usage()} if self.body.continuous_usage else {}
 
 
 def _prompts(body: CompletionBody, service: Service) -> list[Prompt]:

@@ -29,7 +29,6 @@ from mmtp_jax.server.messages import (
     Ready,
     Refused,
     Shutdown,
-    Snapshot,
     Starting,
     Step,
     ToEngine,
@@ -62,7 +61,6 @@ class EngineClient:
         self.loaded: Loaded | None = None
         self.failure: str | None = None
         self.dead = asyncio.Event()
-        self.snapshot = Snapshot()
         self._limit = config.max_num_seqs + max_waiting
         self._max_waiting = max_waiting
         self._on_step = on_step
@@ -106,16 +104,16 @@ class EngineClient:
         await self._know_model.wait()
         return self.loaded
 
-    def submit(self, requests: Sequence[AddRequest], sink: Callable[[str], Sink]) -> None:
-        """Start requests; `sink(request_id)` gets what becomes of each, until a delta has a finish
+    def submit(self, requests: Sequence[tuple[AddRequest, Sink]]) -> None:
+        """Start requests; the sink of each gets what becomes of it, until a delta has a finish
         reason or there is an error. Raises `APIError` if none can be taken.
         """
         if self._refusal is not None:
             raise self._refusal
         if len(self._sinks) + len(requests) > self._limit:
             raise Overloaded(self._max_waiting)
-        for request in requests:
-            self._sinks[request.request_id] = sink(request.request_id)
+        for request, sink in requests:
+            self._sinks[request.request_id] = sink
             self._send(request)
 
     def end(self, request_ids: Iterable[str], reason: FinishReason) -> None:
@@ -187,7 +185,6 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Step):
-            self.snapshot = message.snapshot
             for delta in message.deltas:
                 ended = delta.finish_reason is not None
                 take = self._sinks.pop if ended else self._sinks.get

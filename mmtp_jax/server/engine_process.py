@@ -154,7 +154,7 @@ class EngineService:
         self._grammars = grammars
         self._channel = channel
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="mmtp-grammar")
-        self._compiling: dict[str, tuple[AddRequest, SamplingParams, Future[Grammar]]] = {}
+        self._compiling: dict[str, tuple[AddRequest, Future[tuple[SamplingParams, Grammar]]]] = {}
         self._reported = Snapshot()
 
     def run(self) -> None:
@@ -201,29 +201,36 @@ class EngineService:
 
     def _add(self, message: AddRequest) -> None:
         try:
-            params = SamplingParams(**message.params)
-            if params.structured_outputs is None:
-                self._core.add(message.request_id, message.prompt_ids, params, message.seed)
-                return
-            if self._grammars is None:
-                raise ValueError("structured outputs need a tokenizer, and this model has none")
-            compiled = self._compilers.submit(self._grammars.compile, params)
-            self._compiling[message.request_id] = (message, params, compiled)
+            if "structured_outputs" in message.params:
+                compiled = self._compilers.submit(self._compile, message)
+                self._compiling[message.request_id] = (message, compiled)
+            else:
+                self._queue(message, SamplingParams(**message.params), None)
         except Exception as error:
             self._refuse(message.request_id, error)
 
+    def _compile(self, message: AddRequest) -> tuple[SamplingParams, Grammar]:
+        """On the compiler's thread: reading the parameters validates the grammar, too."""
+        if self._grammars is None:
+            raise ValueError("structured outputs need a tokenizer, and this model has none")
+        params = SamplingParams(**message.params)
+        return params, self._grammars.compile(params)
+
     def _add_compiled(self) -> None:
         """Start the requests whose grammar is ready."""
-        for request_id, (message, params, compiled) in list(self._compiling.items()):
+        for request_id, (message, compiled) in list(self._compiling.items()):
             if not compiled.done():
                 continue
             del self._compiling[request_id]
             try:
-                self._core.add(
-                    request_id, message.prompt_ids, params, message.seed, grammar=compiled.result()
-                )
+                self._queue(message, *compiled.result())
             except Exception as error:
                 self._refuse(request_id, error)
+
+    def _queue(self, message: AddRequest, params: SamplingParams, grammar: Grammar | None) -> None:
+        self._core.add(
+            message.request_id, message.prompt_ids, params, message.seed, grammar=grammar
+        )
 
     def _refuse(self, request_id: str, error: Exception) -> None:
         """One request's error is nobody else's."""

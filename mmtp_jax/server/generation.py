@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
 from mmtp_jax.engine.delta import TokenDelta
 from mmtp_jax.outputs import Sample
-from mmtp_jax.sampling.params import SamplingParams, sample_seed
-from mmtp_jax.server.engine_client import EngineClient
+from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.server.engine_client import EngineClient, Sink
 from mmtp_jax.server.errors import APIError
 from mmtp_jax.server.messages import AddRequest
 from mmtp_jax.server.metrics import Metrics
@@ -39,6 +39,7 @@ class Choice:
     prompt: Prompt
     sample: Sample
     request_id: str
+    seed: int
     last_token: float | None = None
 
     @property
@@ -59,7 +60,6 @@ class Generation:
         metrics: Metrics,
         choices: Sequence[Choice],
         params: SamplingParams,
-        seeds: Sequence[int],
         *,
         log_text: bool = False,
     ) -> None:
@@ -67,7 +67,6 @@ class Generation:
         self._client = client
         self._metrics = metrics
         self._params = params
-        self._seeds = seeds
         self._log_text = log_text
         self._events: asyncio.Queue[tuple[Choice, TokenDelta | APIError]] = asyncio.Queue()
         self._arrival = time.monotonic()
@@ -75,14 +74,16 @@ class Generation:
     def __enter__(self) -> Generation:
         fields = _fields(self._params)
         requests = [
-            AddRequest(choice.request_id, choice.prompt.token_ids, fields, sample_seed(seed, index))
-            for choice, (seed, index) in zip(self.choices, self._numbered_seeds(), strict=True)
+            (
+                AddRequest(choice.request_id, choice.prompt.token_ids, fields, choice.seed),
+                self._sink(choice),
+            )
+            for choice in self.choices
         ]
         if self._log_text:
             for choice in self.choices:
                 logger.info("request %s: %r", choice.request_id, choice.prompt)
-        by_id = {choice.request_id: choice for choice in self.choices}
-        self._client.submit(requests, lambda request_id: self._sink(by_id[request_id]))
+        self._client.submit(requests)
         return self
 
     def __exit__(
@@ -104,11 +105,7 @@ class Generation:
                 self._take(changed, *self._events.get_nowait())
             yield list(changed.values())
 
-    def _numbered_seeds(self) -> list[tuple[int, int]]:
-        """For every choice: the seed of its prompt, and its number among the prompt's samples."""
-        return [(seed, index) for seed in self._seeds for index in range(self._params.n)]
-
-    def _sink(self, choice: Choice) -> Callable[[TokenDelta | APIError], None]:
+    def _sink(self, choice: Choice) -> Sink:
         def arrived(event: TokenDelta | APIError) -> None:
             if isinstance(event, TokenDelta):
                 self._time(choice, event)

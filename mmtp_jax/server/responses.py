@@ -199,13 +199,15 @@ class Health(BaseModel):
 
 def usage(choices: Iterable[Choice], *, only_prompt: bool = False) -> dict[str, Any]:
     """The usage so far: every prompt counts once, every sample's tokens count."""
-    prompts = {id(choice.prompt): choice for choice in choices}
-    prompt_tokens = sum(len(choice.prompt.token_ids) for choice in prompts.values())
-    tokens = 0 if only_prompt else sum(len(choice.sample.token_ids) for choice in choices)
+    lengths: dict[int, int] = {}
     cached: dict[int, int] = {}
+    tokens = 0
     for choice in choices:
         key = id(choice.prompt)
+        lengths[key] = len(choice.prompt.token_ids)
         cached[key] = max(cached.get(key, 0), choice.sample.num_cached_tokens)
+        tokens += 0 if only_prompt else len(choice.sample.token_ids)
+    prompt_tokens = sum(lengths.values())
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": tokens,

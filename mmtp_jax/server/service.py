@@ -13,7 +13,7 @@ from fastapi import Depends, Request
 
 from mmtp_jax.engine.request import Request as EngineRequest
 from mmtp_jax.outputs import Sample
-from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.sampling.params import SamplingParams, default_seed, sample_seed
 from mmtp_jax.server.engine_client import EngineClient
 from mmtp_jax.server.errors import APIError, EngineStarting, bad_request
 from mmtp_jax.server.generation import Choice, Generation, Prompt
@@ -81,10 +81,9 @@ class Service:
         except ValueError as error:
             raise bad_request(f"{param}: {error}", param) from None
 
-    def default_max_tokens(self, prompts: Sequence[Prompt]) -> int:
-        """The tokens that are left for an answer to the longest prompt, at least 1."""
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        return max(self.model().max_model_len - longest, 1)
+    def default_max_tokens(self, prompt: Prompt) -> int:
+        """The tokens that are left for an answer, at least 1."""
+        return max(self.model().max_model_len - len(prompt.token_ids), 1)
 
     def generation(
         self, body: Body, prompts: Sequence[Prompt], params: SamplingParams, param: str
@@ -104,24 +103,23 @@ class Service:
             self._check_prompt(model, prompt, params, param)
         if params.stop or params.structured_outputs:
             self.text_tokenizer()
+        seeds = [self._seed(params) for _ in prompts]
         choices = [
             Choice(
                 index,
                 prompt,
                 Sample(index, params, self.tokenizer, model.eos_token_ids, model.num_modules),
                 request_id=f"{next(self._request_ids)}",
+                seed=sample_seed(seeds[index // params.n], index % params.n),
             )
             for index, prompt in enumerate(one for one in prompts for _ in range(params.n))
         ]
-        seeds = [self._seed(params) for _ in prompts]
-        return Generation(
-            self.client, self.metrics, choices, params, seeds, log_text=self.log_requests
-        )
+        return Generation(self.client, self.metrics, choices, params, log_text=self.log_requests)
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:
             return params.seed
-        return self.seed * 1_000_003 + next(self._seeds)
+        return default_seed(self.seed, next(self._seeds))
 
     def _check_prompt(
         self, model: Loaded, prompt: Prompt, params: SamplingParams, param: str

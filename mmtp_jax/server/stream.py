@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 import msgspec
-from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -34,10 +33,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def until_gone[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client goes away (`ClientGone` then)."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -64,16 +63,8 @@ class EventStream(Response):
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.ensure_future(self._send(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait({sender, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if sender.done():
-                sender.result()
-        finally:
-            for each in (sender, gone):
-                each.cancel()
-            await asyncio.wait({sender, gone})
+        with contextlib.suppress(ClientGone):
+            await until_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         async with contextlib.aclosing(self._chunks) as chunks:
