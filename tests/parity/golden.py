@@ -1,0 +1,116 @@
+"""Goldens: a tiny checkpoint in a released layout and the values an oracle computed from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass
+class Golden:
+    """One directory of goldens.
+
+    family: name of the directory. config: config.json in the released dialect. files: tensors by
+    name for every safetensors file. index: whether to write an index, over the files `indexed`.
+    tokens: [T] int32, the scored ids. logits: [T, V] float32 of the trunk. module_logits:
+    [N, T, V] float32; row t of module m consumed token t+1+m, rows t > T-2-m are NaN.
+    prompt, continuation: int32, the trunk's greedy ids. config_hf: the same model as
+    transformers saves its config. extra: further arrays of golden.npz.
+    """
+
+    family: str
+    config: dict[str, Any]
+    files: dict[str, dict[str, np.ndarray | torch.Tensor]]
+    index: bool
+    indexed: tuple[str, ...]
+    tokens: np.ndarray
+    logits: np.ndarray
+    module_logits: np.ndarray
+    prompt: np.ndarray
+    continuation: np.ndarray
+    config_hf: dict[str, Any] | None = None
+    extra: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def write(golden: Golden, root: Path) -> Path:
+    """Write `golden` to the directory `root`/family, replacing what is there; return it."""
+    directory = root / golden.family
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.iterdir():
+        old.unlink()
+    _write_json(directory / "config.json", golden.config)
+    if golden.config_hf is not None:
+        _write_json(directory / "config_hf.json", golden.config_hf)
+    sizes: dict[str, int] = {}
+    weight_map: dict[str, str] = {}
+    for name, tensors in golden.files.items():
+        arrays = {key: _array(tensors[key]) for key in sorted(tensors)}
+        save_file(arrays, directory / name, metadata={"format": "pt"})
+        if name in golden.indexed:
+            weight_map |= dict.fromkeys(arrays, name)
+            sizes |= {key: array.nbytes for key, array in arrays.items()}
+    if golden.index:
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        _write_json(directory / INDEX_NAME, index)
+    np.savez(
+        directory / "golden.npz",
+        tokens=golden.tokens.astype(np.int32),
+        logits=golden.logits.astype(np.float32),
+        module_logits=golden.module_logits.astype(np.float32),
+        prompt=golden.prompt.astype(np.int32),
+        continuation=golden.continuation.astype(np.int32),
+        **golden.extra,
+    )
+    return directory
+
+
+def greedy(
+    logits_of: Callable[[np.ndarray], np.ndarray], prompt: np.ndarray, count: int
+) -> tuple[np.ndarray, float]:
+    """`count` greedy ids after `prompt`, and the smallest gap of the two best logits on the way.
+
+    `logits_of` maps ids [T] to logits [T, V]. The gap is relative to the row's max |logit|.
+    """
+    ids, gap = prompt, np.inf
+    for _ in range(count):
+        row = logits_of(ids)[-1]
+        second, best = np.sort(row)[-2:]
+        gap = min(gap, (best - second) / np.abs(row).max())
+        ids = np.append(ids, row.argmax().astype(ids.dtype))
+    return ids[len(prompt) :], float(gap)
+
+
+def selection_gap(scores: torch.Tensor, k: int) -> float:
+    """Smallest difference of the k-th and (k+1)-th best of `scores` [..., E] over all rows."""
+    best = scores.sort(dim=-1, descending=True).values
+    return float((best[..., k - 1] - best[..., k]).min())
+
+
+def known_rows(rows: list[np.ndarray], length: int) -> np.ndarray:
+    """Logits of every module, [T-1-m, V] each, as one array [N, T, V] with NaN where unknown."""
+    result = np.full((len(rows), length, rows[0].shape[-1]), np.nan, np.float32)
+    for module, logits in enumerate(rows):
+        result[module, : len(logits)] = logits
+    return result
+
+
+def _array(tensor: np.ndarray | torch.Tensor) -> np.ndarray:
+    if isinstance(tensor, torch.Tensor):
+        tensor = tensor.detach().numpy()
+    return np.ascontiguousarray(tensor)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
