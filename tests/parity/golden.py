@@ -16,15 +16,12 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 @dataclass
-class Golden:
-    """One directory of goldens.
+class Checkpoint:
+    """A checkpoint as it is released.
 
     family: name of the directory. config: config.json in the released dialect. files: tensors by
     name for every safetensors file. index: whether to write an index, over the files `indexed`.
-    tokens: [T] int32, the scored ids. logits: [T, V] float32 of the trunk. module_logits:
-    [N, T, V] float32; row t of module m consumed token t+1+m, rows t > T-2-m are NaN.
-    prompt, continuation: int32, the trunk's greedy ids. config_hf: the same model as
-    transformers saves its config. extra: further arrays of golden.npz.
+    config_hf: the same model as transformers saves its config.
     """
 
     family: str
@@ -32,38 +29,55 @@ class Golden:
     files: dict[str, dict[str, np.ndarray | torch.Tensor]]
     index: bool
     indexed: tuple[str, ...]
+    config_hf: dict[str, Any] | None = field(default=None, kw_only=True)
+
+
+@dataclass
+class Golden(Checkpoint):
+    """One directory of goldens: a checkpoint and what an oracle computed from it.
+
+    tokens: [T] int32, the scored ids. logits: [T, V] float32 of the trunk. module_logits:
+    [N, T, V] float32; row t of module m consumed token t+1+m, rows t > T-2-m are NaN.
+    prompt, continuation: int32, the trunk's greedy ids. extra: further arrays of golden.npz.
+    """
+
     tokens: np.ndarray
     logits: np.ndarray
     module_logits: np.ndarray
     prompt: np.ndarray
     continuation: np.ndarray
-    config_hf: dict[str, Any] | None = None
-    extra: dict[str, np.ndarray] = field(default_factory=dict)
+    extra: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
 
 
-def write(golden: Golden, root: Path) -> Path:
-    """Write `golden` to the directory `root`/family, replacing what is there; return it."""
-    directory = root / golden.family
+def write_checkpoint(checkpoint: Checkpoint, root: Path) -> Path:
+    """Write `checkpoint` to the directory `root`/family, replacing what is there; return it."""
+    directory = root / checkpoint.family
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.iterdir():
         old.unlink()
-    _write_json(directory / "config.json", golden.config)
-    if golden.config_hf is not None:
-        _write_json(directory / "config_hf.json", golden.config_hf)
+    _write_json(directory / "config.json", checkpoint.config)
+    if checkpoint.config_hf is not None:
+        _write_json(directory / "config_hf.json", checkpoint.config_hf)
     sizes: dict[str, int] = {}
     weight_map: dict[str, str] = {}
-    for name, tensors in golden.files.items():
+    for name, tensors in checkpoint.files.items():
         arrays = {key: _array(tensors[key]) for key in sorted(tensors)}
         save_file(arrays, directory / name, metadata={"format": "pt"})
-        if name in golden.indexed:
+        if name in checkpoint.indexed:
             weight_map |= dict.fromkeys(arrays, name)
             sizes |= {key: array.nbytes for key, array in arrays.items()}
-    if golden.index:
+    if checkpoint.index:
         index = {
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": dict(sorted(weight_map.items())),
         }
         _write_json(directory / INDEX_NAME, index)
+    return directory
+
+
+def write(golden: Golden, root: Path) -> Path:
+    """Write `golden` to the directory `root`/family, replacing what is there; return it."""
+    directory = write_checkpoint(golden, root)
     np.savez(
         directory / "golden.npz",
         tokens=golden.tokens.astype(np.int32),
