@@ -51,6 +51,9 @@ SCALES = {
     "sconv": 0.6,
     "rel_logits_proj": 2.0,
     "global_scale": 0.2,
+    # Decided routers: every expert is used.
+    r"gate\.weight": 2.0,
+    r"gate\.bias": 0.6,
 }
 SHIFTS = {r"llm\.embed_norm": -0.4, "[qk]_norm": 0.6, "global_scale": 1.0}
 
