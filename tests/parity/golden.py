@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.numpy import save_file
+from torch import nn
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -106,7 +107,34 @@ def greedy(
     return ids[len(prompt) :], float(gap)
 
 
-def selection_gap(scores: torch.Tensor, k: int) -> float:
+def watch_routing(model: nn.Module) -> list[float]:
+    """A list that grows at every call of a router of `model`: how clear its choices are.
+
+    An entry is the smallest difference of the k-th and (k+1)-th best sigmoid score plus bias, or of
+    the last kept and the first dropped group (scored by its two best). The router has `weight`
+    [E + shared, H], `e_score_correction_bias` [E], `top_k` and perhaps `num_group`, `topk_group`.
+    """
+    gaps: list[float] = []
+
+    def record(router: nn.Module, inputs: tuple[torch.Tensor, ...], _: object) -> None:
+        hidden = inputs[0].reshape(-1, inputs[0].shape[-1])
+        bias = router.e_score_correction_bias
+        scores = (hidden @ router.weight.T).sigmoid()[:, : len(bias)] + bias
+        if getattr(router, "num_group", 1) > 1:
+            groups = scores.unflatten(-1, (router.num_group, -1))
+            best = groups.topk(2).values.sum(-1)
+            gaps.append(_selection_gap(best, router.topk_group))
+            kept = best >= best.topk(router.topk_group).values[:, -1:]
+            scores = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        gaps.append(_selection_gap(scores, router.top_k))
+
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.register_forward_hook(record)
+    return gaps
+
+
+def _selection_gap(scores: torch.Tensor, k: int) -> float:
     """Smallest difference of the k-th and (k+1)-th best of `scores` [..., E] over all rows."""
     best = scores.sort(dim=-1, descending=True).values
     return float((best[..., k - 1] - best[..., k]).min())
