@@ -18,6 +18,8 @@ _SAME = (
     "max_num_batched_tokens",
     "row_multiple",
     "load_format",
+    "hf_overrides",
+    "tensor_parallel_size",
     "page_size",
     "num_pages",
     "cache_bytes",
@@ -64,6 +66,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> Any:
     choices = ("auto", "dummy")
     option(group, "--load-format", choices=choices, default=engine.load_format, help=help)
     option(group, "--seed", type=int, default=engine.seed, help="of sampling and random weights")
+    help = 'replaces keys of the model\'s config.json, e.g. {"mtp_target_hidden": "post"}'
+    option(group, "--hf-overrides", type=_json_object, default={}, metavar="JSON", help=help)
+    help = "devices that share every layer"
+    default = engine.tensor_parallel_size
+    option(group, "--tensor-parallel-size", type=int, default=default, help=help)
     return group
 
 

@@ -60,4 +60,4 @@ def _is_of(value: object, hint: Any) -> bool:
         if hint is int:
             return isinstance(value, Integral)
         return isinstance(value, Real) and math.isfinite(value)
-    return isinstance(value, hint)
+    return isinstance(value, origin or hint)

@@ -128,7 +128,7 @@ def _statistics(output: RequestOutput, seconds: float) -> str:
     count = len(sample.token_ids)
     parts = [f"{count} tokens", f"{count / seconds:.1f} tokens/s"]
     acceptance = sample.acceptance
-    if acceptance.num_modules:
+    if acceptance.num_drafts:
         counts = zip(acceptance.accepted, acceptance.drafted, strict=True)
         rates = " ".join(
             f"{accepted / drafted:.2f}" if drafted else "-" for accepted, drafted in counts

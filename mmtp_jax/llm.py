@@ -257,7 +257,7 @@ class LLM:
                 params,
                 self._tokenizer,
                 self.model_config.eos_token_ids,
-                self.model_config.num_modules,
+                self.model_config.num_drafts,
             )
             for index in range(params.n)
         ]

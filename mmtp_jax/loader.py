@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmtp_jax.config import EngineConfig, ModelConfig, MTPConfig, require
+from mmtp_jax.config import EngineConfig, require
 from mmtp_jax.engine.sizes import fit_model_len
 from mmtp_jax.models.model import (
     ModelGraph,
@@ -21,9 +21,12 @@ from mmtp_jax.models.model import (
     model_graph,
     random_value,
 )
+from mmtp_jax.models.sharding import require_divisible, tensor_mesh
+from mmtp_jax.progress import LoadingBar
+from mmtp_jax.specs import ModelConfig, MTPConfig
 from mmtp_jax.tokenizer import Tokenizer, load_tokenizer
 from mmtp_jax.weights.checkpoint import Checkpoint, open_checkpoint
-from mmtp_jax.weights.load import load_parameters
+from mmtp_jax.weights.load import ParameterReader
 from mmtp_jax.weights.resolve import resolve_model
 
 
@@ -46,11 +49,18 @@ def load_model(config: EngineConfig, *, chat_template: str | None = None) -> Loa
     the configuration asks for what the model does not offer.
     """
     warn_about_unused_gpu()
-    checkpoint = open_checkpoint(resolve_model(config.model))
+    checkpoint = open_checkpoint(
+        resolve_model(config.model),
+        config.hf_overrides,
+        with_weights=config.load_format != "dummy",
+    )
     speculative = config.speculative.resolved(checkpoint.config.mtp)
     config = dataclasses.replace(config, speculative=speculative)
     model = model_for(config, checkpoint.config)
-    graph = model_graph(model)
+    mesh = tensor_mesh(config.tensor_parallel_size)
+    if mesh is not None:
+        require_divisible(model, mesh.size)
+    graph = model_graph(model, mesh)
     dtype = parameter_dtype(config.dtype)
     max_model_len = _max_model_len(config, graph, dtype)
     tokenizer = load_tokenizer(checkpoint.tokenizer_source, chat_template)
@@ -67,21 +77,21 @@ def describe(loaded: LoadedModel) -> str:
     return (
         f"model {config.model}, dtype {parameter_dtype(config.dtype)},"
         f" device {jax.devices()[0].device_kind}, MTP modules {modules},"
-        f" speculative tokens {speculative.num_modules}, context {loaded.max_model_len}"
+        f" speculative tokens {speculative.num_drafts}, context {loaded.max_model_len}"
     )
 
 
 def model_for(config: EngineConfig, checkpoint: ModelConfig) -> ModelConfig:
-    """The model that is built: the target with `speculative.num_modules` modules.
+    """The model that is built: the target with the modules that `speculative` uses.
 
     Random modules for a checkpoint without any copy its last layer's shape and the wiring of
     MiMo-7B (model card), which other engines can load.
     """
-    count = config.speculative.num_modules
-    if count == 0:
+    speculative = config.speculative
+    if speculative.num_modules == 0:
         return dataclasses.replace(checkpoint, mtp=None)
-    mtp = checkpoint.mtp or MTPConfig((checkpoint.layers[-1],) * count)
-    return dataclasses.replace(checkpoint, mtp=mtp.truncated(count))
+    mtp = checkpoint.mtp or MTPConfig((checkpoint.layers[-1],) * speculative.num_modules)
+    return dataclasses.replace(checkpoint, mtp=mtp.drafting(speculative.num_drafts))
 
 
 def parameter_dtype(name: str) -> np.dtype:
@@ -121,17 +131,21 @@ def _parameters(
     graph: ModelGraph,
     dtype: np.dtype,
 ) -> Params:
-    model = graph.config
     random = random_value(graph, config.seed, dtype)
     if config.load_format == "dummy":
         return assemble(graph, random)
-    shapes = graph.shapes()
-    random_modules = config.speculative.load_format == "dummy"
-    if random_modules:
+    model, shapes = graph.config, graph.shapes()
+    if config.speculative.load_format == "dummy":  # random modules
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
-        loaded_config = dataclasses.replace(model, mtp=None)
-    else:
-        loaded_config = model
-    loaded = load_parameters(checkpoint, loaded_config, shapes, dtype)
-    # pop: each host array is dropped as soon as the device has it.
-    return assemble(graph, lambda name: loaded.pop(name) if name in loaded else random(name))
+        model = dataclasses.replace(model, mtp=None)
+    reader = ParameterReader(checkpoint, model, shapes)
+    dtypes = {name: leaf.dtype(dtype) for leaf in graph.leaves() for name in leaf.names}
+    with LoadingBar(len(dtypes)) as bar:
+
+        def value(name: str) -> np.ndarray:
+            bar.update()
+            return reader.read(name, dtypes[name]) if name in shapes else random(name)
+
+        return assemble(
+            graph, value, order=lambda name: reader.position(name) if name in shapes else 0
+        )

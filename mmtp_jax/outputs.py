@@ -99,7 +99,7 @@ class Sample:
     params: SamplingParams
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
-    num_modules: int
+    num_drafts: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
@@ -110,7 +110,7 @@ class Sample:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def __post_init__(self) -> None:
-        self.acceptance = Acceptance(self.num_modules)
+        self.acceptance = Acceptance(self.num_drafts)
         self._decoder: IncrementalDecoder | None = None
         if self.tokenizer is not None:
             self._decoder = IncrementalDecoder(self.tokenizer, self.params.skip_special_tokens)

@@ -36,6 +36,16 @@ class _Bar:
         self._progress.stop()
 
 
+class LoadingBar(_Bar):
+    """Parameters loaded so far."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__("Loading weights", total, True)
+
+    def update(self) -> None:
+        self._progress.update(self._task, advance=1)
+
+
 class CompileBar(_Bar):
     """Programs compiled so far."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from mmtp_jax.config import ModelConfig
 from mmtp_jax.engine.plan import StepOutput
+from mmtp_jax.specs import ModelConfig
 
 
 class Scorer:

@@ -2,8 +2,9 @@
 
 A group is (owner, window, shapes of its streams): layers that agree in all three share one stacked
 array `[layers, pages, page, ...]`, one page table and one host allocator. Attention layers have
-streams "k" and "v"; a short convolution has a stream "x" of its raw inputs, kept by position so
-that rejected drafts need no snapshot.
+streams "k" and "v" (latent attention only "k", whose first entries are the values); the short
+convolutions of a layer have streams "k", "v", "attention" and "mlp" of their raw inputs, kept by
+position so that rejected drafts need no snapshot.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtp_jax.config import LayerSpec, ModelConfig
+from mmtp_jax.specs import AttentionSpec, LayerSpec, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,26 @@ class CacheLayout:
     modules: tuple[Place, ...]
 
 
+def _attention_streams(spec: LayerSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    attention = spec.attention
+    if isinstance(attention, AttentionSpec):
+        heads = attention.num_kv_heads
+        return (("k", (heads, attention.head_dim)), ("v", (heads, attention.value_size)))
+    return (("k", (1, attention.latent_rank + attention.rope.dim)),)
+
+
+def _conv_streams(spec: LayerSpec, hidden: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    attention = spec.attention
+    assert isinstance(attention, AttentionSpec)
+    heads = attention.num_kv_heads
+    return (
+        ("k", (heads * attention.head_dim,)),
+        ("v", (heads * attention.value_size,)),
+        ("attention", (hidden,)),
+        ("mlp", (hidden,)),
+    )
+
+
 def cache_layout(config: ModelConfig) -> CacheLayout:
     """Assign every layer of the target and of the modules to a group."""
     counts: dict[GroupSpec, int] = {}
@@ -68,12 +89,11 @@ def cache_layout(config: ModelConfig) -> CacheLayout:
         return list(counts).index(group), layer
 
     def place(spec: LayerSpec, owner: Literal["target", "modules"]) -> Place:
-        head = (spec.num_kv_heads, spec.head_dim)
-        attention = take(GroupSpec(owner, spec.window, (("k", head), ("v", head))))
+        attention = take(GroupSpec(owner, spec.attention.window, _attention_streams(spec)))
         if not spec.conv_taps:
             return Place(attention, None)
-        stream = (("x", (config.hidden_size,)),)
-        return Place(attention, take(GroupSpec(owner, spec.conv_taps, stream)))
+        streams = _conv_streams(spec, config.hidden_size)
+        return Place(attention, take(GroupSpec(owner, spec.conv_taps, streams)))
 
     target = tuple(place(spec, "target") for spec in config.layers)
     specs = () if config.mtp is None else config.mtp.modules

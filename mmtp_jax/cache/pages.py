@@ -52,7 +52,7 @@ def write_rows(
     position: Int32[Array, " T"],
     write: Bool[Array, " T"],
 ) -> Streams:
-    """Write one value per row into every stream of a group, where `write` allows.
+    """Write one value per row into the streams in `values`, where `write` allows.
 
     The other rows get a page index past the pool, which scatter drops (a negative index would wrap
     around and be written even with mode="drop").
@@ -61,7 +61,10 @@ def write_rows(
     column = jnp.clip(position // page_size, 0, table.shape[1] - 1)
     page = jnp.where(write, table[request, column], num_pages)
     offset = position % page_size
-    return {
-        name: array.at[layer, page, offset].set(values[name].astype(array.dtype), mode="drop")
-        for name, array in arrays.items()
+    written = {
+        name: arrays[name]
+        .at[layer, page, offset]
+        .set(value.astype(arrays[name].dtype), mode="drop")
+        for name, value in values.items()
     }
+    return arrays | written

@@ -46,7 +46,7 @@ def bucket_sizes(
 
 
 def buckets(
-    config: EngineConfig, *, num_modules: int, width: int, num_groups: int
+    config: EngineConfig, *, num_modules: int, width: int, num_groups: int, lookahead: int = 0
 ) -> tuple[Bucket, ...]:
     """Every program of a configuration; `ConfigError` if one decode window does not fit."""
     require(
@@ -62,7 +62,8 @@ def buckets(
         requests = min(config.max_num_seqs, size // max(num_modules, 1))
         logit_rows = min(size, round_up(requests * width, config.row_multiple))
         # Each request can start up to two pages more than its rows fill (partly used ends); a
-        # decode also reserves for the step in flight.
-        pages = 2 * size // config.cache.page_size + 3 * requests
+        # decode also reserves for the step in flight, and `lookahead` positions further.
+        each = 3 + round_up(lookahead, config.cache.page_size) // config.cache.page_size
+        pages = 2 * size // config.cache.page_size + each * requests
         made.append(Bucket(size, requests, logit_rows, pages * num_groups))
     return tuple(made)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from mmtp_jax.engine.plan import CollectedLogits
 from mmtp_jax.models.model import Model
 from mmtp_jax.models.rows import Rows
-from mmtp_jax.speculative.propose import Proposal
+from mmtp_jax.speculative.module import Proposal
 
 
 def all_logits(

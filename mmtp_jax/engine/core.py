@@ -32,7 +32,7 @@ from mmtp_jax.engine.scheduler import (
     StepResult,
 )
 from mmtp_jax.engine.sizes import cache_groups
-from mmtp_jax.engine.state import initial_state
+from mmtp_jax.engine.state import initial_state, state_sharding
 from mmtp_jax.engine.stats import EngineStats
 from mmtp_jax.engine.step import Chooser
 from mmtp_jax.models.model import ModelGraph, Params
@@ -92,12 +92,20 @@ class EngineCore:
         self.graph = graph
         self.params = params
         self.max_model_len = max_model_len
-        self.num_speculative_tokens = num_modules
-        width = num_modules + 1
-        dtype = np.dtype(jax.tree.leaves(params)[0].dtype)
+        self.num_speculative_tokens = model.num_drafts
+        width = model.num_drafts + 1
+        # A repeated module writes at positions beyond those that the step computes.
+        lookahead = max(model.num_drafts - num_modules, 0)
+        dtype = graph.dtype(params)
         groups = cache_groups(graph.layout, config, dtype, max_model_len)
         self.cache = CacheManager(groups, num_modules, config.cache.enable_prefix_caching)
-        sizes = buckets(config, num_modules=num_modules, width=width, num_groups=len(groups))
+        sizes = buckets(
+            config,
+            num_modules=num_modules,
+            width=width,
+            num_groups=len(groups),
+            lookahead=lookahead,
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
@@ -105,6 +113,7 @@ class EngineCore:
                 max_model_len=max_model_len,
                 num_speculative_tokens=self.num_speculative_tokens,
                 buckets=tuple(bucket.num_rows for bucket in sizes),
+                lookahead=lookahead,
             ),
             self.cache,
             chunk_policy,
@@ -115,6 +124,7 @@ class EngineCore:
             num_slots=config.max_num_seqs,
             max_model_len=max_model_len,
             num_modules=num_modules,
+            num_drafts=model.num_drafts,
             num_rows=sizes[-1].num_rows,
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
@@ -122,6 +132,10 @@ class EngineCore:
             page_size=config.cache.page_size,
             dtype=dtype,
         )
+        if graph.mesh is not None:
+            self.state = jax.device_put(
+                self.state, state_sharding(graph.mesh, graph.layout, self.state)
+            )
         self.programs = Programs(
             graph,
             params,
@@ -132,7 +146,7 @@ class EngineCore:
             choose_draft=choose_draft,
             progress=progress,
         )
-        self.stats = EngineStats(num_modules)
+        self.stats = EngineStats(model.num_drafts)
         self._live: dict[str, _Live] = {}
         self._in_flight: deque[_InFlight] = deque()
 
@@ -159,9 +173,9 @@ class EngineCore:
         """
         model = self.graph.config
         for token in prompt_ids:
-            if not 0 <= token < model.vocab_size:
+            if not 0 <= token < model.embedding_size:
                 raise ValueError(
-                    f"prompt token ids must lie in [0, {model.vocab_size}), got {token}"
+                    f"prompt token ids must lie in [0, {model.embedding_size}), got {token}"
                 )
         params.validate_for(model.vocab_size, model.eos_token_ids)
         require(

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,10 @@ class Programs:
         self._abstract_state = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
         )
+        # Over several devices the next step must find the state as this one did.
+        self._state_sharding = None
+        if graph.mesh is not None:
+            self._state_sharding = jax.tree.map(lambda leaf: leaf.sharding, state)
         self._collecting: dict[int, Any] = {}
         self.buckets = {bucket.num_rows: bucket for bucket in buckets}
         jobs: dict[str, Callable[[], Any]] = {
@@ -172,11 +177,14 @@ class Programs:
         return self._collecting[num_rows]
 
     def _compile(self, function: Callable[..., EngineState], *arguments: Any) -> Any:
-        return jax.jit(function, donate_argnums=0).lower(self._abstract_state, *arguments).compile()
+        program = jax.jit(function, donate_argnums=0, out_shardings=self._state_sharding)
+        with self._on_mesh():
+            return program.lower(self._abstract_state, *arguments).compile()
 
     def _compile_prompt_logprobs(self) -> Any:
         program = jax.jit(functools.partial(prompt_logprobs, self._graph))
-        return program.lower(self._params, self._abstract_state, np.int32(0)).compile()
+        with self._on_mesh():
+            return program.lower(self._params, self._abstract_state, np.int32(0)).compile()
 
     def _compile_step(self, bucket: Bucket, collect: bool = False) -> Any:
         shape = StepShape(
@@ -187,7 +195,14 @@ class Programs:
             unroll=self._unroll,
         )
         program = jax.jit(
-            functools.partial(step, self._graph, shape, self._choose_draft), donate_argnums=1
+            functools.partial(step, self._graph, shape, self._choose_draft),
+            donate_argnums=1,
+            out_shardings=None if self._state_sharding is None else (self._state_sharding, None),
         )
         plan = empty_plan(bucket, self._num_slots)
-        return program.lower(self._params, self._abstract_state, plan).compile()
+        with self._on_mesh():
+            return program.lower(self._params, self._abstract_state, plan).compile()
+
+    def _on_mesh(self) -> AbstractContextManager[object]:
+        mesh = self._graph.mesh
+        return nullcontext() if mesh is None else jax.set_mesh(mesh)

@@ -25,7 +25,8 @@ class SchedulerConfig:
 
     `buckets`: the row counts that programs exist for, ascending. `max_num_batched_tokens` bounds
     the rows of a step, where a request costs max(rows, N) because the modules run at least N rows.
-    `max_chunk` bounds the rows of one prefill chunk.
+    `max_chunk` bounds the rows of one prefill chunk. `lookahead`: positions beyond a step's rows
+    that its drafts are written at.
     """
 
     max_num_seqs: int
@@ -34,6 +35,7 @@ class SchedulerConfig:
     num_speculative_tokens: int
     buckets: tuple[int, ...]
     max_chunk: int | None = None
+    lookahead: int = 0
 
     def __post_init__(self) -> None:
         require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
@@ -151,7 +153,8 @@ class Scheduler:
             f" of MTP modules ({cache.num_modules})",
         )
         for group in cache.groups:
-            needed = cache.pages_for_one_request(group, config.max_model_len, config.max_rows)
+            rows = config.max_rows + config.lookahead
+            needed = cache.pages_for_one_request(group, config.max_model_len, rows)
             require(
                 group.num_pages - 1 >= needed,
                 f"num_pages must be >= {needed + 1} for one request of"
@@ -273,7 +276,8 @@ class Scheduler:
         """Reserve pages and add the request to the step; False if out of pages."""
         assert request.tables is not None
         end = request.max_computed + num_rows
-        entries = self.cache.reserve(request.tables, min(end, request.limit - 1))
+        reach = min(end + self.config.lookahead, request.limit - 1)
+        entries = self.cache.reserve(request.tables, reach)
         if entries is None:
             return False
         samples = end >= request.prefill_end

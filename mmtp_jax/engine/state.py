@@ -13,17 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from mmtp_jax.cache.layout import CacheLayout
 from mmtp_jax.cache.pages import Pages, allocate, copy_page
+from mmtp_jax.models.sharding import cache_sharding
 from mmtp_jax.sampling.state import SamplingState, empty, write_slot
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EngineState:
-    """R slots. `tokens` holds prompt, output and current drafts; it is `num_modules` wider than
+    """R slots. `tokens` holds prompt, output and current drafts; it is `num_drafts` wider than
     max_model_len because drafts reach that far past the newest token. `row_states` are the final
     hidden states of the latest step's rows, `row_targets` the known tokens after them: what
     log-probabilities of prompts are computed from, in a program of their own.
@@ -66,6 +68,7 @@ def initial_state(
     num_slots: int,
     max_model_len: int,
     num_modules: int,
+    num_drafts: int,
     num_rows: int,
     hidden_size: int,
     vocab_size: int,
@@ -77,7 +80,7 @@ def initial_state(
     zeros = jnp.zeros(num_slots, jnp.int32)
     width = -(-max_model_len // page_size)
     return EngineState(
-        tokens=jnp.zeros((num_slots, max_model_len + max(num_modules, 1)), jnp.int32),
+        tokens=jnp.zeros((num_slots, max_model_len + max(num_drafts, 1)), jnp.int32),
         length=zeros,
         computed=jnp.copy(zeros),
         limit=jnp.copy(zeros),
@@ -88,10 +91,17 @@ def initial_state(
         hidden=jnp.zeros((num_slots, max(num_modules, 1), hidden_size), dtype),
         tables=tuple(jnp.zeros((num_slots, width), jnp.int32) for _ in layout.groups),
         pages=allocate(layout, num_pages, page_size, dtype),
-        sampling=empty(num_slots, vocab_size, width=num_modules + 1),
+        sampling=empty(num_slots, vocab_size, width=num_drafts + 1),
         row_states=jnp.zeros((num_rows, hidden_size), dtype),
         row_targets=jnp.zeros(num_rows, jnp.int32),
     )
+
+
+def state_sharding(mesh: Mesh, layout: CacheLayout, state: EngineState) -> EngineState:
+    """The sharding of every array over a mesh: pages are spread, everything else is copied."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    copied = jax.tree.map(lambda _: everywhere, state)
+    return dataclasses.replace(copied, pages=cache_sharding(mesh, layout))
 
 
 def admit(state: EngineState, new: AdmissionArrays) -> EngineState:

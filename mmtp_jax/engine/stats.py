@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 class Acceptance:
     """Drafts verified and accepted, by position (0 = first module)."""
 
-    num_modules: int
+    num_drafts: int
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.drafted = [0] * self.num_modules
-        self.accepted = [0] * self.num_modules
+        self.drafted = [0] * self.num_drafts
+        self.accepted = [0] * self.num_drafts
 
     def count(self, drafted: int, accepted: int) -> None:
         """One verification of `drafted` drafts of which the first `accepted` matched."""
@@ -33,14 +33,14 @@ class Acceptance:
 class EngineStats:
     """Totals since start. `decode_steps` counts request-steps that emitted tokens."""
 
-    num_modules: int
+    num_drafts: int
     steps: int = 0
     decode_steps: int = 0
     tokens: int = 0
     acceptance: Acceptance = field(init=False)
 
     def __post_init__(self) -> None:
-        self.acceptance = Acceptance(self.num_modules)
+        self.acceptance = Acceptance(self.num_drafts)
 
     def count(self, drafted: int, accepted: int, emitted: int) -> None:
         """One request's part of one step that emitted tokens."""

@@ -23,7 +23,9 @@ from mmtp_jax.models.rows import Rows, pack_rows
 from mmtp_jax.sampling.sampler import sample
 from mmtp_jax.sampling.state import SamplingState, params_of, without_masks
 from mmtp_jax.speculative.exactness import advance_exact
-from mmtp_jax.speculative.propose import Proposal, catch_up
+from mmtp_jax.speculative.module import Proposal, Window
+from mmtp_jax.speculative.propose import catch_up
+from mmtp_jax.speculative.repeat import repeat_module
 from mmtp_jax.speculative.verify import verify
 
 # (logits [S, V], sampling state, slot [S], index [S], history [R, L]) -> token [S]
@@ -184,11 +186,12 @@ def _propose(
     rows: Rows,
     emission: _Emission,
     states: Float[Array, "T H"],
+    capacity: Int32[Array, " B"],
 ) -> tuple[EngineState, Proposal, Rows]:
     """Bring every module up to `computed` and draft for the requests that go on.
 
     `state` is committed, `requests` and `rows` are from before, `states` are the rows' hidden
-    states that the modules are fed with.
+    states that the modules are fed with, `capacity` the positions that have pages.
     """
     slot, row, num_slots = requests.slot, requests.row, state.length.shape[0]
     computed, length = state.computed[row], state.length[row]
@@ -207,17 +210,22 @@ def _propose(
         old = requests.computed[request]
         return _hidden_at(state.hidden, states, slot[request], position, old, first)
 
-    proposal = catch_up(
+    assert graph.config.mtp is not None
+    propose = catch_up if graph.config.mtp.repeats == 1 else repeat_module
+    proposal = propose(
         graph,
         model,
         state.tokens,
         state.pages,
-        window,
-        hidden_at(window.request, window.position),
-        slot,
-        exact,
-        length,
-        drafting,
+        Window(
+            rows=window,
+            feed=hidden_at(window.request, window.position),
+            slot=slot,
+            exact=exact,
+            length=length,
+            drafting=drafting,
+            capacity=capacity,
+        ),
         lambda logits, index, history: choose_draft(logits, sampling, draft_slot, index, history),
         collect=shape.collect,
         unroll=shape.unroll,
@@ -225,7 +233,7 @@ def _propose(
     lag = state.hidden.shape[1]
     kept = computed[:, None] - lag + jnp.arange(lag)
     owner = jnp.broadcast_to(jnp.arange(slot.shape[0])[:, None], kept.shape)
-    held = jnp.where(drafting, graph.config.num_modules, 0)
+    held = jnp.where(drafting, graph.config.num_drafts, 0)
     state = dataclasses.replace(
         state,
         tokens=proposal.tokens,
@@ -275,7 +283,16 @@ def step(
     if mtp is not None:
         states = raw if mtp.target_hidden == "pre" else normed
         state, proposal, window = _propose(
-            graph, shape, choose_draft, model, state, requests, rows, emission, states
+            graph,
+            shape,
+            choose_draft,
+            model,
+            state,
+            requests,
+            rows,
+            emission,
+            states,
+            plan.capacity,
         )
     no_drafts = jnp.zeros((plan.slot.shape[0], 0), jnp.int32)
     output = StepOutput(

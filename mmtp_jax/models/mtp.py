@@ -12,13 +12,13 @@ from itertools import groupby
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float
 
-from mmtp_jax.cache.layout import Place
 from mmtp_jax.cache.pages import Pages
-from mmtp_jax.config import LayerSpec, ModelConfig, MTPConfig
-from mmtp_jax.models.parts import DecoderLayer, Linear, RMSNorm
-from mmtp_jax.models.rows import Rows
+from mmtp_jax.models.layer import DecoderLayer
+from mmtp_jax.models.parts import Linear, RMSNorm
+from mmtp_jax.models.visit import Visit
+from mmtp_jax.specs import LayerSpec, ModelConfig, MTPConfig
 
 
 class MTPModule(nnx.Module):
@@ -32,27 +32,23 @@ class MTPModule(nnx.Module):
         self.hidden_norm = RMSNorm(hidden, config)
         self.fuse = Linear(2 * hidden, hidden, ("fused", "hidden"))
         self.layer = DecoderLayer(spec, config)
-        self.norm = RMSNorm(hidden, config) if mtp.own_norm else None
-        self.head = Linear(hidden, config.vocab_size, ("hidden", "vocab")) if mtp.own_head else None
+        self.norm = RMSNorm(hidden, config) if mtp.norm == "own" else None
+        self.head = (
+            Linear(hidden, config.embedding_size, ("hidden", "vocab")) if mtp.own_head else None
+        )
         self.hidden_first = mtp.concat == "hidden_first"
 
     def __call__(
         self,
         embedded: Float[Array, "T H"],
         feed: Float[Array, "T H"],
-        rows: Rows,
-        write: Bool[Array, " T"],
+        visit: Visit,
         pages: Pages,
-        place: Place,
-        depth: int | Int32[Array, ""],
-    ) -> tuple[Float[Array, "T H"], Float[Array, "T H"], Pages]:
-        """The block's output before and after the module's own final norm, and the pages."""
+    ) -> tuple[Float[Array, "T H"], Pages]:
+        """The block's output before any norm, and the pages."""
         token, hidden = self.token_norm(embedded), self.hidden_norm(feed)
         pair = (hidden, token) if self.hidden_first else (token, hidden)
-        x, pages = self.layer(
-            self.fuse(jnp.concatenate(pair, axis=-1)), rows, write, pages, place, depth
-        )
-        return x, x if self.norm is None else self.norm(x), pages
+        return self.layer(self.fuse(jnp.concatenate(pair, axis=-1)), visit, pages)
 
 
 def runs(mtp: MTPConfig) -> list[tuple[int, int]]:
@@ -67,7 +63,7 @@ def runs(mtp: MTPConfig) -> list[tuple[int, int]]:
 
 class MTPStack(nnx.Module):
     """The modules of a checkpoint: one stacked `MTPModule` per run, leading axis = depth in the
-    run.
+    run, and the norm that all may share.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -80,3 +76,4 @@ class MTPStack(nnx.Module):
             return nnx.merge(graph, stack)
 
         self.runs = nnx.List([stacked(first, count) for first, count in runs(mtp)])
+        self.norm = RMSNorm(config.hidden_size, config) if mtp.norm == "shared" else None

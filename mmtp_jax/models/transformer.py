@@ -1,4 +1,4 @@
-"""The target model: embedding, decoder layers, final norm, LM head (Llama and Qwen2 blocks)."""
+"""The target model: embedding, decoder layers, final norm, LM head."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from mmtp_jax.cache.layout import Place
 from mmtp_jax.cache.pages import Pages
-from mmtp_jax.config import ModelConfig
-from mmtp_jax.models.parts import DecoderLayer, Linear, RMSNorm, parameter
+from mmtp_jax.models.layer import DecoderLayer
+from mmtp_jax.models.parts import Linear, RMSNorm, parameter
 from mmtp_jax.models.rows import Rows
+from mmtp_jax.models.visit import Visit
+from mmtp_jax.specs import ModelConfig
 
 
 class Embedding(nnx.Module):
     """Token embedding [V, H]; also the LM head of a model with tied embeddings."""
 
     def __init__(self, config: ModelConfig) -> None:
-        shape = (config.vocab_size, config.hidden_size)
+        shape = (config.embedding_size, config.hidden_size)
         self.weight = parameter(shape, ("vocab", "hidden"), std=config.hidden_size**-0.5)
 
     def __call__(self, tokens: Int32[Array, " T"]) -> Float[Array, "T H"]:
@@ -30,14 +32,23 @@ class Transformer(nnx.Module):
     slice on a GPU (Llama-8B shape, H200: 7.5 against 4.0 ms for 16 layers)."""
 
     def __init__(self, config: ModelConfig) -> None:
+        hidden = config.hidden_size
         self.embed = Embedding(config)
+        self.embed_norm = RMSNorm(hidden, config) if config.embed_norm else None
         self.layers = nnx.List([DecoderLayer(spec, config) for spec in config.layers])
-        self.norm = RMSNorm(config.hidden_size, config)
+        self.norm = RMSNorm(hidden, config)
         self.head = (
-            None
-            if config.tie_embeddings
-            else Linear(config.hidden_size, config.vocab_size, ("hidden", "vocab"))
+            Linear(hidden, config.embedding_size, ("hidden", "vocab"))
+            if not config.tie_embeddings
+            else None
         )
+        self.vocab_size = config.vocab_size
+        self.logits_divisor = config.logits_divisor
+
+    def embedded(self, tokens: Int32[Array, " T"], norm: bool = True) -> Float[Array, "T H"]:
+        """Embeddings as the first layer takes them, or as they are in the table."""
+        x = self.embed(tokens)
+        return self.embed_norm(x) if norm and self.embed_norm is not None else x
 
     def __call__(
         self,
@@ -48,16 +59,20 @@ class Transformer(nnx.Module):
         places: tuple[Place, ...],
     ) -> tuple[Float[Array, "T H"], Pages]:
         """Hidden states *before* the final norm, and the pages with this pass's entries."""
-        x = self.embed(tokens)
+        x = self.embedded(tokens)
         for index, (layer, place) in enumerate(zip(self.layers, places, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                x, pages = layer(x, rows, write, pages, place)
+                x, pages = layer(x, Visit(rows, write, place), pages)
         return x, pages
 
     def logits(self, hidden: Float[Array, "S H"]) -> Float[Array, "S V"]:
         """Float32 logits of hidden states that already went through a final norm."""
+        if self.logits_divisor != 1.0:
+            hidden = hidden / jnp.asarray(self.logits_divisor, hidden.dtype)
         if self.head is not None:
-            return self.head(hidden).astype(jnp.float32)
-        return jnp.einsum(
-            "sh,vh->sv", hidden, self.embed.weight[...], preferred_element_type=jnp.float32
-        )
+            logits = self.head(hidden).astype(jnp.float32)
+        else:
+            logits = jnp.einsum(
+                "sh,vh->sv", hidden, self.embed.weight[...], preferred_element_type=jnp.float32
+            )
+        return logits[:, : self.vocab_size]

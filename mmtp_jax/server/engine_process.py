@@ -124,7 +124,7 @@ def _start(config: EngineConfig, channel: Channel) -> tuple[EngineCore, Grammars
         Loaded(
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            num_modules=model.num_modules,
+            num_drafts=model.num_drafts,
             max_model_len=loaded.max_model_len,
             description=describe(loaded),
         )

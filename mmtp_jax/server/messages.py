@@ -45,7 +45,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    num_modules: int
+    num_drafts: int
     max_model_len: int
     description: str
 

@@ -64,7 +64,7 @@ class Metrics(Collector):
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model_name: str, num_modules: int = 0) -> None:
+    def __init__(self, model_name: str, num_drafts: int = 0) -> None:
         self._model = model_name
         self._step: Step | None = None
         self._step_seconds = _Histogram(_TOKEN)
@@ -76,15 +76,15 @@ class Metrics(Collector):
         self._tokens = 0
         self._verifications = 0
         self._drafts = 0
-        self._acceptance = Acceptance(num_modules)
+        self._acceptance = Acceptance(num_drafts)
         self._finished: Counter[str] = Counter()
         self._errors: Counter[int] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def know_modules(self, num_modules: int) -> None:
+    def know_drafts(self, num_drafts: int) -> None:
         """How many drafts a request can have; counted from now on."""
-        self._acceptance = Acceptance(num_modules)
+        self._acceptance = Acceptance(num_drafts)
 
     def engine_step(self, step: Step) -> None:
         """A step was read."""

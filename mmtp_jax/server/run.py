@@ -168,7 +168,7 @@ class _Server:
         if model is None:
             return
         logger.info(model.description)
-        service.metrics.know_modules(model.num_modules)
+        service.metrics.know_drafts(model.num_drafts)
         service.tokenizer = await asyncio.to_thread(
             _load_tokenizer, self._config.model, self._server.chat_template
         )

@@ -108,7 +108,7 @@ class Service:
             Choice(
                 index,
                 prompt,
-                Sample(index, params, self.tokenizer, model.eos_token_ids, model.num_modules),
+                Sample(index, params, self.tokenizer, model.eos_token_ids, model.num_drafts),
                 request_id=f"{next(self._request_ids)}",
                 seed=sample_seed(seeds[index // params.n], index % params.n),
             )

@@ -1,7 +1,7 @@
 """What every weight format looks like to the rest of the package.
 
 A checkpoint names its tensors and orients them as Hugging Face does, whatever the file format, so
-that one key map (`names.py`) serves all of them.
+that the key maps of `mmtp_jax.families` serve all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mmtp_jax.config import ModelConfig
+from mmtp_jax.specs import ModelConfig
 from mmtp_jax.weights.errors import ModelError
 from mmtp_jax.weights.gguf_reader import GGUFCheckpoint
 from mmtp_jax.weights.safetensors_reader import SafetensorsCheckpoint
@@ -41,13 +41,17 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file or a Hugging Face directory.
+def open_checkpoint(
+    path: Path, overrides: Mapping[str, Any] | None = None, *, with_weights: bool = True
+) -> Checkpoint:
+    """Open a GGUF file or a Hugging Face directory, whose config.json `overrides` may change.
 
     Raises `ModelError` when the files are missing, damaged, or of a model that is not implemented.
     """
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        return SafetensorsCheckpoint(path, overrides or {}, with_weights=with_weights)
     if path.is_file():
+        if overrides:
+            raise ModelError(f"hf_overrides change a config.json, which {path.name} has not")
         return GGUFCheckpoint(path)
     raise ModelError(f"there is no model at {path}")

@@ -18,7 +18,7 @@ import numpy as np
 from gguf import ReaderTensor
 from gguf.quants import dequantize
 
-from mmtp_jax.config import LayerSpec, ModelConfig, RopeConfig
+from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, RopeConfig
 from mmtp_jax.weights.errors import ModelError
 from mmtp_jax.weights.gguf_metadata import metadata, open_gguf
 
@@ -79,6 +79,9 @@ class GGUFCheckpoint:
         except (ValueError, TypeError, ArithmeticError) as error:
             raise ModelError(f"{path} holds a value that cannot work: {error}") from None
         self._permuted = self.config.family == "llama"
+        attention = self.config.layers[0].attention
+        assert isinstance(attention, AttentionSpec)
+        self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
         self._tensors = {
             _hugging_face_name(name): tensor
             for name, tensor in stored.items()
@@ -93,11 +96,10 @@ class GGUFCheckpoint:
         """One tensor as float32."""
         tensor = self._tensors[name]
         values = dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor))
-        layer = self.config.layers[0]
         if self._permuted and ".q_proj." in name:
-            return unpermute(values, layer.num_heads)
+            return unpermute(values, self._num_heads)
         if self._permuted and ".k_proj." in name:
-            return unpermute(values, layer.num_kv_heads)
+            return unpermute(values, self._num_kv_heads)
         return values
 
 
@@ -141,11 +143,10 @@ def _parse_config(fields: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.get(key, head_dim) != head_dim:
             raise ModelError(f"{prefix}{key}={keys[key]} must equal the head size {head_dim}")
-    layer = LayerSpec(
+    attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=keys.get("attention.head_count_kv", heads),
         head_dim=head_dim,
-        intermediate_size=get("feed_forward_length"),
         rope=_rope(keys.get("rope.freq_base", 10000.0), head_dim, tensors.get(_ROPE_DIVISORS)),
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
@@ -157,7 +158,7 @@ def _parse_config(fields: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]
         family=architecture,
         vocab_size=_shape(tensors["token_embd.weight"])[0],
         hidden_size=get("embedding_length"),
-        layers=(layer,) * get("block_count"),
+        layers=(LayerSpec(attention, DenseSpec(get("feed_forward_length"))),) * get("block_count"),
         max_position=get("context_length"),
         norm_eps=get("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in tensors,

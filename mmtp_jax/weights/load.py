@@ -2,93 +2,113 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from mmtp_jax.config import ModelConfig
+from mmtp_jax.families.family import Family
+from mmtp_jax.families.registry import FAMILIES
+from mmtp_jax.families.tensors import EMBEDDING, HEAD
+from mmtp_jax.specs import ModelConfig
 from mmtp_jax.weights.checkpoint import Checkpoint
 from mmtp_jax.weights.errors import ModelError
-from mmtp_jax.weights.names import EMBEDDING, HEAD, TensorSource, module_index, parameter_sources
 
 _LISTED = 5
+_ROPE_BUFFER = re.compile(r".*\brotary_emb\.inv_freq")
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def load_parameters(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    expected: Mapping[str, tuple[int, ...]],
-    dtype: np.dtype,
-) -> dict[str, np.ndarray]:
-    """Read every parameter in `expected` (shape by path) as `dtype`, keyed by path.
+class ParameterReader:
+    """Reads parameters by path, each tensor when it is asked for, so that the host holds one
+    parameter at a time.
 
     `config` may have fewer MTP modules than the checkpoint: the tensors of the others are never
-    read. Tensors are read, transposed and converted one at a time, so that the host holds the
-    result and one tensor. Raises `ModelError` when a tensor is missing, has another shape, or would
-    be left unused (only `rotary_emb.inv_freq` and the head of a tied model may be).
+    read. `expected` is the shape of every parameter of `config`.
     """
-    sources = _checked_sources(checkpoint.names(), config, expected)
-    parameters: dict[str, np.ndarray] = {}
-    with _progress() as progress:
-        for path in progress.track(expected, description="Loading weights"):
-            source = sources[path]
-            tensor = checkpoint.read(source.name)
-            parameters[path] = np.ascontiguousarray(tensor.T if source.transpose else tensor, dtype)
-    return parameters
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, expected: Shapes) -> None:
+        self._checkpoint = checkpoint
+        self._expected = expected
+        self._family = FAMILIES[config.family]
+        self._sources = self._family.sources(config)
+        for problem, names in problems(checkpoint, config, expected):
+            raise ModelError(f"the checkpoint {problem} {shortened(names)}")
+        self._check_copies()
+        self._position = {name: index for index, name in enumerate(checkpoint.names())}
+
+    def read(self, path: str, dtype: np.dtype) -> np.ndarray:
+        """The parameter as `dtype`."""
+        source = self._sources[path]
+        return source.value(self._checkpoint.read, self._expected[path], dtype)
+
+    def position(self, path: str) -> int:
+        """Where the parameter's tensor lies among all, for reading file after file."""
+        return self._position[self._sources[path].names[0]]
+
+    def _check_copies(self) -> None:
+        """Tensors that repeat others must hold the same."""
+        names = self._checkpoint.names()
+        for copy, original in _copies(self._family, self._checkpoint.config).items():
+            if copy not in names or original not in names:
+                continue
+            if not np.array_equal(self._checkpoint.read(copy), self._checkpoint.read(original)):
+                raise ModelError(
+                    f"the checkpoint's {copy} should repeat {original} but differs from it"
+                )
 
 
-def _checked_sources(
-    shapes: Mapping[str, tuple[int, ...]],
-    config: ModelConfig,
-    expected: Mapping[str, tuple[int, ...]],
-) -> dict[str, TensorSource]:
-    """The source of every expected parameter, once all names and shapes were found to agree."""
-    sources = parameter_sources(config)
-    missing, different = [], []
+def problems(
+    checkpoint: Checkpoint, config: ModelConfig, expected: Shapes
+) -> Iterable[tuple[str, list[str]]]:
+    """What is wrong with the names and shapes of a checkpoint: sentences' middles, and tensors."""
+    stored = checkpoint.names()
+    sources = FAMILIES[config.family].sources(config)
+    missing: dict[str, None] = {}
+    different: dict[str, None] = {}
     for path, shape in expected.items():
         if path not in sources:
             raise ModelError(
                 f"no tensor of a {config.family} checkpoint fills the parameter {path}"
             )
-        source = sources[path]
-        wanted = tuple(reversed(shape)) if source.transpose else tuple(shape)
-        if source.name not in shapes:
-            missing.append(source.name)
-        elif shapes[source.name] != wanted:
-            different.append(f"{source.name} is {shapes[source.name]} but must be {wanted}")
-    used = {sources[path].name for path in expected}
-    unused = [name for name in shapes if name not in used and not _ignorable(name, shapes, config)]
+        wanted = sources[path].stored_shape(shape)
+        for name in sources[path].names:
+            if name not in stored:
+                missing[name] = None
+            elif stored[name] != wanted:
+                different[f"{name} is {stored[name]} but must be {wanted}"] = None
+    unused = _unused(stored, checkpoint.config)
     for problem, names in (
-        ("lacks the tensors", missing),
-        ("has tensors of the wrong shape:", different),
+        ("lacks the tensors", list(missing)),
+        ("has tensors of the wrong shape:", list(different)),
         ("has tensors that this model does not use:", unused),
     ):
         if names:
-            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-            raise ModelError(f"the checkpoint {problem} {', '.join(names[:_LISTED])}{more}")
-    return sources
+            yield problem, names
 
 
-def _ignorable(name: str, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> bool:
-    if name.endswith("rotary_emb.inv_freq"):
-        return True
-    if name == HEAD:
-        # Some tied checkpoints still store the head; it must then be the embedding once more.
-        return config.tie_embeddings and shapes[HEAD] == shapes.get(EMBEDDING)
-    module = module_index(name)
-    return module is not None and module >= config.num_modules
+def shortened(names: list[str]) -> str:
+    """The first few of many."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
 
 
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
+def _unused(stored: Shapes, shipped: ModelConfig) -> list[str]:
+    """Tensors that neither the target nor any shipped module takes."""
+    family = FAMILIES[shipped.family]
+    known = {name for source in family.sources(shipped).values() for name in source.names}
+    known |= _copies(family, shipped).keys()
+    return [
+        name
+        for name in stored
+        if name not in known
+        and not name.startswith(family.skipped)
+        and not _ROPE_BUFFER.fullmatch(name)
+    ]
+
+
+def _copies(family: Family, config: ModelConfig) -> dict[str, str]:
+    """Some tied checkpoints store the head too: the embedding once more."""
+    copies = family.copies(config)
+    return copies | {HEAD: EMBEDDING} if config.tie_embeddings else copies

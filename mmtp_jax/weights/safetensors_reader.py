@@ -11,25 +11,28 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from mmtp_jax.families.registry import parse_config
+from mmtp_jax.families.settings import overridden
 from mmtp_jax.weights.errors import ModelError
-from mmtp_jax.weights.hf_config import parse_config
 
 _DTYPES = ("F32", "BF16", "F16")
 
 
 class SafetensorsCheckpoint:
-    """A directory as a `Checkpoint`.
+    """A directory as a `Checkpoint`; `overrides` replace keys of its config.json.
 
-    The weight files are opened on the first `names()` or `read()`: config.json alone is enough for
-    a model with dummy weights.
+    Without `with_weights` config.json alone is enough (for a model with dummy weights).
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, overrides: Mapping[str, Any], *, with_weights: bool = True
+    ) -> None:
         self._directory = directory
         generation = directory / "generation_config.json"
         self.config = parse_config(
-            read_json(directory / "config.json"),
+            overridden(read_json(directory / "config.json"), overrides),
             read_json(generation) if generation.exists() else {},
+            self._tensors.keys() if with_weights else None,
         )
         self.tokenizer_source = directory
 

@@ -21,7 +21,7 @@ IMPLEMENTATIONS = {
 def ragged_paged_attention(
     q: Float[Array, "T Hq D"],
     k_pages: Float[Array, "L P page Hkv D"],
-    v_pages: Float[Array, "L P page Hkv Dv"],
+    v_pages: Float[Array, "L P page Hkv Dv"] | None,
     layer: int | Int[Array, ""],
     page_table: Int32[Array, "B MP"],
     cu_q_lens: Int32[Array, "B+1"],
@@ -33,6 +33,7 @@ def ragged_paged_attention(
     sinks: Float[Array, " Hq"] | None = None,
     rel_rows: Float[Array, "T Hq d_rel"] | None = None,
     rel_table: Float[Array, "d_rel E"] | None = None,
+    value_dim: int | None = None,
     implementation: str = "xla",
 ) -> Float[Array, "T Hq Dv"]:
     """Causal attention of ragged query rows over paged keys and values.
@@ -40,8 +41,9 @@ def ragged_paged_attention(
     `score = q.k * scale + rel_rows . rel_table[:, distance]` (the bias only for distances below E),
     then `softcap * tanh(score / softcap)`, then the mask: a query at position t sees keys s <= t
     and, with a window, s > t - window. `sinks` add `exp(sink)` to the softmax denominator of each
-    head. Softmax and accumulation are float32; the result has q's dtype. Rows past `cu_q_lens[-1]`
-    are zero.
+    head. Without `v_pages` a key's first `value_dim` entries are its value (latent attention,
+    arXiv 2405.04434). Softmax and accumulation are float32; the result has q's dtype. Rows past
+    `cu_q_lens[-1]` are zero.
 
     Raises:
         ValueError: an unknown implementation, or shapes that do not fit together.
@@ -56,6 +58,10 @@ def ragged_paged_attention(
         )
     if (rel_rows is None) != (rel_table is None):
         raise ValueError("rel_rows and rel_table go together")
+    if (v_pages is None) == (value_dim is None):
+        raise ValueError("give either v_pages or value_dim")
+    if value_dim is not None and not 1 <= value_dim <= k_pages.shape[4]:
+        raise ValueError(f"value_dim must be in [1, {k_pages.shape[4]}], got {value_dim}")
     if window is not None and window < 1:
         raise ValueError(f"window must be >= 1, got {window}")
     return IMPLEMENTATIONS[implementation](
@@ -72,4 +78,5 @@ def ragged_paged_attention(
         sinks=sinks,
         rel_rows=rel_rows,
         rel_table=rel_table,
+        value_dim=value_dim,
     )

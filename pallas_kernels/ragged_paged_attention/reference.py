@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Int32
 def ragged_paged_attention(
     q: Float[Array, "T Hq D"],
     k_pages: Float[Array, "L P page Hkv D"],
-    v_pages: Float[Array, "L P page Hkv Dv"],
+    v_pages: Float[Array, "L P page Hkv Dv"] | None,
     layer: int | Int[Array, ""],
     page_table: Int32[Array, "B MP"],
     cu_q_lens: Int32[Array, "B+1"],
@@ -24,6 +24,7 @@ def ragged_paged_attention(
     sinks: Float[Array, " Hq"] | None,
     rel_rows: Float[Array, "T Hq d_rel"] | None,
     rel_table: Float[Array, "d_rel E"] | None,
+    value_dim: int | None,
 ) -> Float[Array, "T Hq Dv"]:
     """See `api.ragged_paged_attention`."""
     num_rows, num_heads, _ = q.shape
@@ -66,5 +67,6 @@ def ragged_paged_attention(
     if sinks is not None:
         total += jnp.exp(sinks.astype(jnp.float32)[None, :, None] - top)
     weights /= jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum("ths,tshd->thd", weights, gathered(v_pages))
+    values = gathered(k_pages)[..., :value_dim] if v_pages is None else gathered(v_pages)
+    out = jnp.einsum("ths,tshd->thd", weights, values)
     return jnp.where(real[:, None, None], out, 0.0).astype(q.dtype)

@@ -34,7 +34,7 @@ def _tiles(cu_q_lens: Array, num_tiles: int) -> tuple[Array, Array]:
 def ragged_paged_attention(
     q: Float[Array, "T Hq D"],
     k_pages: Float[Array, "L P page Hkv D"],
-    v_pages: Float[Array, "L P page Hkv Dv"],
+    v_pages: Float[Array, "L P page Hkv Dv"] | None,
     layer: int | Int[Array, ""],
     page_table: Int32[Array, "B MP"],
     cu_q_lens: Int32[Array, "B+1"],
@@ -46,6 +46,7 @@ def ragged_paged_attention(
     sinks: Float[Array, " Hq"] | None,
     rel_rows: Float[Array, "T Hq d_rel"] | None,
     rel_table: Float[Array, "d_rel E"] | None,
+    value_dim: int | None,
 ) -> Float[Array, "T Hq Dv"]:
     """See `api.ragged_paged_attention`."""
     num_rows, num_heads = q.shape[:2]
@@ -53,6 +54,7 @@ def ragged_paged_attention(
     group = num_heads // num_kv_heads
     num_requests, table_width = page_table.shape
     num_tiles = -(-num_rows // Q_TILE) + num_requests
+    value_size = value_dim if v_pages is None else v_pages.shape[4]
 
     request, first_row = _tiles(cu_q_lens, num_tiles)
     row = first_row[:, None] + jnp.arange(Q_TILE)  # [tiles, 16]
@@ -85,7 +87,8 @@ def ragged_paged_attention(
         span = block * KV_TILE + jnp.arange(KV_TILE)
         pages = page_table[request][:, jnp.minimum(span // page, table_width - 1)]  # [tiles, 64]
         keys = k_pages[layer, pages, span % page]  # [tiles, 64, Hkv, D]
-        values = v_pages[layer, pages, span % page].astype(jnp.float32)
+        values = keys[..., :value_dim] if v_pages is None else v_pages[layer, pages, span % page]
+        values = values.astype(jnp.float32)
         seen = (span >= oldest[:, None]) & (span <= newest[:, None])
         values = jnp.where(seen[:, :, None, None], values, 0.0)
 
@@ -116,7 +119,7 @@ def ragged_paged_attention(
     start = (
         jnp.full((*shape, 1), -jnp.inf, jnp.float32),
         jnp.zeros((*shape, 1), jnp.float32),
-        jnp.zeros((*shape, v_pages.shape[4]), jnp.float32),
+        jnp.zeros((*shape, value_size), jnp.float32),
     )
     first_block = jnp.min(jnp.where(newest >= 0, oldest, jnp.iinfo(jnp.int32).max)) // KV_TILE
     last_block = jnp.max(newest) // KV_TILE

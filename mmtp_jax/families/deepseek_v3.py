@@ -1,0 +1,62 @@
+"""DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, and MTP modules after the last layer.
+
+A module takes the normed hidden state and chains its own normed output; its layer is a mixture. The
+released checkpoints have one module.
+"""
+
+from __future__ import annotations
+
+from mmtp_jax.families import tensors
+from mmtp_jax.families.blocks import finished, rope_of, wiring
+from mmtp_jax.families.family import Family
+from mmtp_jax.families.mixtures import read_mixture
+from mmtp_jax.families.rope import read_rope
+from mmtp_jax.families.settings import Settings
+from mmtp_jax.families.tensors import Sources
+from mmtp_jax.specs import DenseSpec, LatentAttentionSpec, LayerSpec, ModelConfig
+
+
+def parse(settings: Settings) -> ModelConfig:
+    settings.only("hidden_act", "silu")
+    # Derived from other keys in configs that transformers saved.
+    settings.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
+    attention = _attention(settings)
+    mixture = LayerSpec(attention, read_mixture(settings))
+    dense = LayerSpec(attention, DenseSpec(settings.integer("intermediate_size")))
+    count = settings.integer("num_hidden_layers")
+    first = min(settings.integer("first_k_dense_replace", 0), count)
+    mtp = wiring(
+        settings,
+        (mixture,) * settings.integer("num_nextn_predict_layers", 0),
+        concat="embed_first",
+        target_hidden="post",
+        feed="chain_post",
+        zero_first_embedding=False,
+    )
+    layers = (dense,) * first + (mixture,) * (count - first)
+    return finished(settings, "deepseek_v3", layers, mtp)
+
+
+def _attention(settings: Settings) -> LatentAttentionSpec:
+    scaling = read_rope(settings)
+    nope, rotated = settings.integer("qk_nope_head_dim"), settings.integer("qk_rope_head_dim")
+    if rotated < 1 or nope < 1:
+        raise settings.error("qk_nope_head_dim and qk_rope_head_dim must be >= 1")
+    interleaved = settings.flag("rope_interleave", True)
+    return LatentAttentionSpec(
+        num_heads=settings.integer("num_attention_heads"),
+        latent_rank=settings.integer("kv_lora_rank"),
+        nope_dim=nope,
+        value_dim=settings.integer("v_head_dim"),
+        rope=rope_of(scaling, rotated, interleaved=interleaved),
+        scale=(nope + rotated) ** -0.5 * scaling.logit_factor(),
+        query_rank=settings.integer("q_lora_rank", None),
+        bias=settings.flag("attention_bias", False),
+    )
+
+
+def sources(config: ModelConfig) -> Sources:
+    return tensors.trunk(config) | tensors.deepseek_modules(config)
+
+
+FAMILY = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), parse, sources, tensors.deepseek_copies)

@@ -1,0 +1,25 @@
+"""How DeepSeek's line of models configures experts."""
+
+from __future__ import annotations
+
+from mmtp_jax.families.settings import Settings
+from mmtp_jax.specs import DenseSpec, MoESpec
+
+
+def read_mixture(settings: Settings) -> MoESpec:
+    """Experts under the keys of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
+    settings.only("scoring_func", "sigmoid")
+    settings.only("topk_method", "noaux_tc")
+    settings.only("moe_layer_freq", 1)
+    size = settings.integer("moe_intermediate_size")
+    shared = settings.integer("n_shared_experts", 0)
+    return MoESpec(
+        num_experts=settings.integer("n_routed_experts"),
+        top_k=settings.integer("num_experts_per_tok"),
+        size=size,
+        num_groups=settings.integer("n_group", 1),
+        top_groups=settings.integer("topk_group", 1),
+        normalize=settings.flag("norm_topk_prob", True),
+        scale=settings.number("routed_scaling_factor", 1.0),
+        shared=DenseSpec(shared * size) if shared else None,
+    )

@@ -1,0 +1,63 @@
+"""All families, and the way from config.json to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mmtp_jax.families import (
+    deepseek_v3,
+    glm4_moe,
+    inkling,
+    llama,
+    mimo,
+    mimo_v2,
+    qwen2,
+    qwen3,
+    step3p5,
+)
+from mmtp_jax.families.family import Family
+from mmtp_jax.families.settings import Settings
+from mmtp_jax.specs import ModelConfig
+from mmtp_jax.weights.errors import ModelError
+
+_MODULES = (llama, qwen2, qwen3, mimo, inkling, mimo_v2, step3p5, deepseek_v3, glm4_moe)
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+
+
+def parse_config(
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    tensor_names: Collection[str] | None = None,
+) -> ModelConfig:
+    """The model that config.json and generation_config.json (empty if absent) describe.
+
+    `tensor_names` are the checkpoint's, None without weight files. Stop ids beyond the vocabulary
+    are left out: no logit is theirs. Raises `ModelError` for an unknown architecture, a missing
+    key, or a value that is not implemented.
+    """
+    family = _family(config)
+    settings = Settings(config, tensor_names)
+    try:
+        model = family.parse(settings)
+        stop_ids = (*Settings(generation).token_ids("eos_token_id"), *model.eos_token_ids)
+        starts = (*Settings(generation).token_ids("bos_token_id"), model.bos_token_id)
+        known = dict.fromkeys(token for token in stop_ids if 0 <= token < model.vocab_size)
+        return replace(model, eos_token_ids=tuple(known), bos_token_id=starts[0])
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ModelError(f"config.json holds a value that cannot work: {error}") from None
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    named = config.get("architectures") or [config.get("model_type")]
+    if not isinstance(named, list):
+        raise ModelError(f"config.json sets architectures={named!r}, which is not a list")
+    for family in FAMILIES.values():
+        if {family.name, *family.architectures, *family.model_types} & set(map(str, named)):
+            return family
+    supported = ", ".join(name for family in FAMILIES.values() for name in family.architectures)
+    given = ", ".join(str(name) for name in named if name is not None)
+    raise ModelError(
+        f"architecture {given or '(none given)'} is not supported; supported: {supported}"
+    )

@@ -1,0 +1,99 @@
+"""Grouped-query attention over the paged cache, with the options of every family."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from mmtp_jax.cache.pages import Pages
+from mmtp_jax.models.conv import ShortConv
+from mmtp_jax.models.parts import Linear, RMSNorm, parameter
+from mmtp_jax.models.rotary import rotate
+from mmtp_jax.models.visit import Visit
+from mmtp_jax.specs import AttentionSpec, LogScaling, ModelConfig, RelativeBias
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+
+
+class Relative(nnx.Module):
+    """Bias by distance (Inkling): rows [T, Hq, rank] times the table [rank, extent]."""
+
+    def __init__(self, spec: RelativeBias, num_heads: int, hidden: int) -> None:
+        self.rows = Linear(hidden, num_heads * spec.rank, ("hidden", "heads"))
+        self.table = parameter((spec.rank, spec.extent), ("rank", "extent"), std=1.0)
+        self.num_heads = num_heads
+
+    def __call__(self, x: Float[Array, "T H"]) -> Float[Array, "T Hq d_rel"]:
+        return self.rows(x).reshape(x.shape[0], self.num_heads, -1)
+
+
+def log_scale(scaling: LogScaling, position: Int32[Array, " T"]) -> Float[Array, " T"]:
+    """The factor of each row's attention logits, float32."""
+    far = (position + 1).astype(jnp.float32) / scaling.floor
+    return 1 + scaling.alpha * jnp.log(jnp.maximum(far, 1.0))
+
+
+class Attention(nnx.Module):
+    """Writes this pass's keys and values into the cache, then reads."""
+
+    def __init__(self, spec: AttentionSpec, config: ModelConfig, conv_taps: int) -> None:
+        hidden, heads, kv_heads = config.hidden_size, spec.num_heads, spec.num_kv_heads
+        wide, narrow = kv_heads * spec.head_dim, kv_heads * spec.value_size
+        to_heads, to_kv = ("hidden", "heads"), ("hidden", "kv_heads")
+        self.q = Linear(hidden, heads * spec.head_dim, to_heads, bias=spec.qkv_bias)
+        self.k = Linear(hidden, wide, to_kv, bias=spec.qkv_bias)
+        self.v = Linear(hidden, narrow, to_kv, bias=spec.qkv_bias)
+        self.o = Linear(heads * spec.value_size, hidden, ("heads", "hidden"), bias=spec.output_bias)
+        self.q_norm = RMSNorm(spec.head_dim, config, "head_dim") if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, config, "head_dim") if spec.qk_norm else None
+        self.k_conv = ShortConv("k", conv_taps, wide, "kv_heads") if conv_taps else None
+        self.v_conv = ShortConv("v", conv_taps, narrow, "kv_heads") if conv_taps else None
+        self.sinks = parameter((heads,), ("heads",), std=1.0) if spec.sinks else None
+        self.gate = Linear(hidden, heads, to_heads) if spec.head_gate else None
+        self.relative = (
+            Relative(spec.relative, heads, hidden) if spec.relative is not None else None
+        )
+        self.spec = spec
+
+    def __call__(
+        self, x: Float[Array, "T H"], visit: Visit, pages: Pages
+    ) -> tuple[Float[Array, "T H"], Pages]:
+        spec, rows = self.spec, visit.rows
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.k_conv is not None and self.v_conv is not None:
+            k, pages = self.k_conv(k, visit, pages)
+            v, pages = self.v_conv(v, visit, pages)
+        q = q.reshape(-1, spec.num_heads, spec.head_dim)
+        k = k.reshape(-1, spec.num_kv_heads, spec.head_dim)
+        v = v.reshape(-1, spec.num_kv_heads, spec.value_size)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if spec.rope is not None:
+            q, k = rotate(q, rows.position, spec.rope), rotate(k, rows.position, spec.rope)
+        if spec.value_scale != 1.0:
+            v = v * jnp.asarray(spec.value_scale, v.dtype)
+        relative = None if self.relative is None else self.relative(x)
+        if spec.log_scaling is not None:
+            factor = log_scale(spec.log_scaling, rows.position + visit.ahead)[:, None, None]
+            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
+            if relative is not None:
+                relative = (relative.astype(jnp.float32) * factor).astype(relative.dtype)
+        arrays, layer, pages = visit.store(pages, visit.place.attention, {"k": k, "v": v})
+        mixed = ragged_paged_attention(
+            q,
+            arrays["k"],
+            arrays["v"],
+            layer,
+            rows.tables[visit.place.attention[0]],
+            rows.cu_q_lens,
+            rows.kv_lens,
+            scale=spec.logit_scale,
+            window=spec.window,
+            sinks=None if self.sinks is None else self.sinks[...],
+            rel_rows=relative,
+            rel_table=None if self.relative is None else self.relative.table[...],
+        )
+        if self.gate is not None:
+            mixed *= jax.nn.sigmoid(self.gate(x))[:, :, None]
+        return self.o(mixed.reshape(x.shape[0], -1)), pages
