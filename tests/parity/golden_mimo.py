@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_size": 32,
     "initializer_range": 0.02,
-    "intermediate_size": 48,
+    "intermediate_size": 24,
     "max_position_embeddings": 512,
     "max_window_layers": 2,
     "model_type": "mimo",
