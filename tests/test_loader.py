@@ -14,10 +14,11 @@ from llm_for_tests import MODULES, OPTIONS, PLAIN, checkpoint_values, load_tiny,
 from models_for_tests import tiny_config, write_tiny_llama
 
 from mmtp_jax import loader
-from mmtp_jax.config import ConfigError, LayerSpec, MTPConfig, SpeculativeConfig, engine_config
+from mmtp_jax.config import ConfigError, SpeculativeConfig, engine_config
 from mmtp_jax.llm import LLM
 from mmtp_jax.loader import LoadedModel, load_model, warn_about_unused_gpu
 from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, MTPConfig
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,8 @@ def assert_equals_checkpoint(loaded: LoadedModel, modules: int) -> None:
     ],
 )
 def test_use_multi_module_mtp(shipped: int, config: dict, modules: int, multi: bool) -> None:
-    mtp = MTPConfig((LayerSpec(1, 1, 2, 4),) * shipped) if shipped else None
+    layer = LayerSpec(AttentionSpec(1, 1, 2), DenseSpec(4))
+    mtp = MTPConfig((layer,) * shipped) if shipped else None
     resolved = SpeculativeConfig(**config).resolved(mtp)
     assert resolved.num_modules == modules
     assert resolved.use_multi_module_mtp() is multi

@@ -10,9 +10,14 @@ import pytest
 from flax import nnx
 
 from mmtp_jax.cache.layout import cache_layout
-from mmtp_jax.config import LayerSpec, ModelConfig, RopeConfig
-from mmtp_jax.models.parts import RMSNorm, rotary_frequencies, rotate
+from mmtp_jax.models.parts import RMSNorm
+from mmtp_jax.models.rotary import rotary_frequencies, rotate
 from mmtp_jax.models.rows import pack_rows
+from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, RopeConfig
+
+
+def layer(kv_heads: int = 2, window: int | None = None, conv_taps: int = 0) -> LayerSpec:
+    return LayerSpec(AttentionSpec(4, kv_heads, 8, window=window), DenseSpec(8), conv_taps)
 
 
 def llama3_frequency(frequency: float, rope: RopeConfig) -> float:
@@ -63,7 +68,7 @@ def test_partial_rotation_turns_pairs_half_a_rotation_apart() -> None:
 
 @pytest.mark.parametrize("style", ["plain", "one_plus"])
 def test_rms_norm_is_float32_inside(style: str) -> None:
-    config = ModelConfig("test", 8, 64, (LayerSpec(1, 1, 8, 8),), 16, norm_style=style)
+    config = ModelConfig("test", 8, 64, (layer(),), 16, norm_style=style)
     norm = RMSNorm(64, config)
     scale = np.random.default_rng(1).standard_normal(64).astype(np.float32)
     norm.scale = nnx.Param(jnp.asarray(scale, jnp.bfloat16))
@@ -86,9 +91,8 @@ def test_rows_are_packed_request_after_request() -> None:
 
 
 def test_layers_share_a_group_only_if_window_and_shapes_agree() -> None:
-    wide, narrow = LayerSpec(4, 2, 8, 8), LayerSpec(4, 1, 8, 8)
-    sliding = LayerSpec(4, 2, 8, 8, window=4)
-    with_conv = LayerSpec(4, 2, 8, 8, conv_taps=4)
+    wide, narrow = layer(), layer(kv_heads=1)
+    sliding, with_conv = layer(window=4), layer(conv_taps=4)
     layout = cache_layout(ModelConfig("t", 8, 16, (wide, narrow, sliding, with_conv, wide), 16))
     assert [place.attention for place in layout.target] == [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2)]
     assert layout.target[3].conv == (3, 0)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from models_for_tests import smollm2_path
 from weights.gguf_for_tests import DECODERS, permuted, random_blocks, write_tiny_gguf
 
-from mmtp_jax.config import LayerSpec, ModelConfig, RopeConfig
+from mmtp_jax.families.registry import FAMILIES
+from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, RopeConfig
 from mmtp_jax.weights.checkpoint import open_checkpoint
 from mmtp_jax.weights.errors import ModelError
 from mmtp_jax.weights.gguf_reader import llama3_divisors, unpermute
-from mmtp_jax.weights.load import load_parameters
-from mmtp_jax.weights.names import parameter_sources
+from mmtp_jax.weights.load import ParameterReader
 
 
 def refused(path: Path, words: str) -> None:
@@ -34,7 +34,7 @@ def test_llama_configuration(tmp_path: Path) -> None:
     path, _ = write_tiny_gguf(
         tmp_path / "m.gguf", keys={"tokenizer.ggml.eot_token_id": 5, "llama.vocab_size": 64}
     )
-    layer = LayerSpec(4, 2, 8, 48, rope=RopeConfig(8, 10000.0))
+    layer = LayerSpec(AttentionSpec(4, 2, 8, rope=RopeConfig(8, 10000.0)), DenseSpec(48))
     assert open_checkpoint(path).config == ModelConfig(
         family="llama",
         vocab_size=64,
@@ -51,8 +51,9 @@ def test_biases_follow_the_tensors(tmp_path: Path) -> None:
     qwen2, _ = write_tiny_gguf(tmp_path / "q.gguf", architecture="qwen2")
     llama, _ = write_tiny_gguf(tmp_path / "l.gguf", attention_bias=True)
     for path, output_bias in ((qwen2, False), (llama, True)):
-        layer = open_checkpoint(path).config.layers[1]
-        assert layer.qkv_bias and layer.output_bias is output_bias
+        attention = open_checkpoint(path).config.layers[1].attention
+        assert isinstance(attention, AttentionSpec)
+        assert attention.qkv_bias and attention.output_bias is output_bias
 
 
 def test_the_head_is_tied_when_absent(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_llama3_scaling_is_recognised_by_its_divisors(tmp_path: Path) -> None:
         tmp_path / "m.gguf", rope_theta=5e5, extra={"rope_freqs.weight": divisors}
     )
     checkpoint = open_checkpoint(path)
-    assert checkpoint.config.layers[0].rope == rope
+    assert checkpoint.config.layers[0].attention.rope == rope
     assert "rope_freqs.weight" not in checkpoint.names()
 
     path, _ = write_tiny_gguf(
@@ -201,11 +202,13 @@ def test_unknown_tensors_keep_their_name_and_fail_to_load(tmp_path: Path) -> Non
 def load_all(checkpoint: Any) -> dict[str, np.ndarray]:
     """Every parameter, in the shapes that the checkpoint has."""
     shapes = checkpoint.names()
+    sources = FAMILIES[checkpoint.config.family].sources(checkpoint.config)
     expected = {
-        path: shapes[source.name][::-1] if source.transpose else shapes[source.name]
-        for path, source in parameter_sources(checkpoint.config).items()
+        path: shapes[source.names[0]][:: -1 if source.transpose else 1]
+        for path, source in sources.items()
     }
-    return load_parameters(checkpoint, checkpoint.config, expected, np.dtype(np.float32))
+    reader = ParameterReader(checkpoint, checkpoint.config, expected)
+    return {path: reader.read(path, np.dtype(np.float32)) for path in expected}
 
 
 # --- files ---
@@ -247,7 +250,8 @@ def test_smollm2_loads_whole() -> None:
     config = checkpoint.config
     assert (config.vocab_size, config.hidden_size, len(config.layers)) == (49152, 576, 30)
     assert (config.max_position, config.eos_token_ids, config.tie_embeddings) == (8192, (2,), True)
-    assert config.layers[0] == LayerSpec(9, 3, 64, 1536, rope=RopeConfig(64, 100000.0))
+    attention = AttentionSpec(9, 3, 64, rope=RopeConfig(64, 100000.0))
+    assert config.layers == (LayerSpec(attention, DenseSpec(1536)),) * 30
     parameters = load_all(checkpoint)
     assert sum(array.size for array in parameters.values()) == 134_515_008
     assert all(np.isfinite(array).all() for array in parameters.values())

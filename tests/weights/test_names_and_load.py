@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,28 @@ import pytest
 from models_for_tests import tiny_config, tiny_tensors, write_tiny_llama
 from safetensors.numpy import load_file, save_file
 
-from mmtp_jax.config import ModelConfig
+from mmtp_jax.families.registry import FAMILIES
+from mmtp_jax.families.tensors import Sources
+from mmtp_jax.specs import AttentionSpec, DenseSpec, ModelConfig
 from mmtp_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from mmtp_jax.weights.errors import ModelError
-from mmtp_jax.weights.load import load_parameters
-from mmtp_jax.weights.names import parameter_sources
+from mmtp_jax.weights.load import ParameterReader
 
 FLOAT32 = np.dtype(np.float32)
+
+
+def sources(config: ModelConfig) -> Sources:
+    return FAMILIES[config.family].sources(config)
+
+
+def load(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    expected: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype = FLOAT32,
+) -> dict[str, np.ndarray]:
+    reader = ParameterReader(checkpoint, config, expected)
+    return {path: reader.read(path, dtype) for path in expected}
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -37,8 +53,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"mtp.{index}.{name}.scale"] = (hidden,)
         shapes[f"mtp.{index}.fuse.kernel"] = (2 * hidden, hidden)
     for path, layer in blocks.items():
-        queries = layer.num_heads * layer.head_dim
-        keys = layer.num_kv_heads * layer.head_dim
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, AttentionSpec) and isinstance(mlp, DenseSpec)
+        queries = attention.num_heads * attention.head_dim
+        keys = attention.num_kv_heads * attention.head_dim
         shapes |= {
             f"{path}.attention_norm.scale": (hidden,),
             f"{path}.attention.q.kernel": (hidden, queries),
@@ -46,15 +64,15 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             f"{path}.attention.v.kernel": (hidden, keys),
             f"{path}.attention.o.kernel": (queries, hidden),
             f"{path}.mlp_norm.scale": (hidden,),
-            f"{path}.mlp.gate.kernel": (hidden, layer.intermediate_size),
-            f"{path}.mlp.up.kernel": (hidden, layer.intermediate_size),
-            f"{path}.mlp.down.kernel": (layer.intermediate_size, hidden),
+            f"{path}.mlp.gate.kernel": (hidden, mlp.size),
+            f"{path}.mlp.up.kernel": (hidden, mlp.size),
+            f"{path}.mlp.down.kernel": (mlp.size, hidden),
         }
-        if layer.qkv_bias:
+        if attention.qkv_bias:
             shapes[f"{path}.attention.q.bias"] = (queries,)
             shapes[f"{path}.attention.k.bias"] = (keys,)
             shapes[f"{path}.attention.v.bias"] = (keys,)
-        if layer.output_bias:
+        if attention.output_bias:
             shapes[f"{path}.attention.o.bias"] = (hidden,)
     return shapes
 
@@ -97,24 +115,25 @@ def test_every_parameter_gets_its_tensor(
     checkpoint = open_checkpoint(tmp_path)
     config = checkpoint.config
     expected = expected_shapes(config)
-    assert parameter_sources(config).keys() == expected.keys()
+    assert sources(config).keys() == expected.keys()
 
-    parameters = load_parameters(checkpoint, config, expected, FLOAT32)
+    parameters = load(checkpoint, config, expected)
     assert {path: array.shape for path, array in parameters.items()} == expected
     stored = tiny_tensors(tiny_config(family, modules=modules, **changes), seed=3)
     used = set()
-    for path, source in parameter_sources(config).items():
-        tensor = stored[source.name]
+    for path, source in sources(config).items():
+        (name,) = source.names
+        tensor = stored[name]
         np.testing.assert_array_equal(
             parameters[path], tensor.T if path.endswith("kernel") else tensor
         )
-        used.add(source.name)
+        used.add(name)
     assert used == set(stored)
 
 
 def test_names_of_hand_picked_parameters(tmp_path: Path) -> None:
     config = open_checkpoint(write_tiny_llama(tmp_path, family="mimo", modules=2)).config
-    names = {path: source.name for path, source in parameter_sources(config).items()}
+    names = {path: source.names[0] for path, source in sources(config).items()}
     assert names["layers.1.attention.o.kernel"] == "model.layers.1.self_attn.o_proj.weight"
     assert names["layers.0.mlp_norm.scale"] == "model.layers.0.post_attention_layernorm.weight"
     assert names["mtp.1.fuse.kernel"] == "model.mtp_layers.1.input_proj.weight"
@@ -128,8 +147,8 @@ def test_modules_beyond_the_configured_ones_are_never_read(tmp_path: Path, kept:
     checkpoint = Watched(open_checkpoint(write_tiny_llama(tmp_path, family="mimo", modules=3)))
     shipped = checkpoint.config.mtp
     assert shipped is not None and shipped.num_modules == 3
-    config = replace(checkpoint.config, mtp=shipped.truncated(kept) if kept else None)
-    load_parameters(checkpoint, config, expected_shapes(config), FLOAT32)
+    config = replace(checkpoint.config, mtp=shipped.drafting(kept) if kept else None)
+    load(checkpoint, config, expected_shapes(config))
     modules = {name.split(".")[2] for name in checkpoint.read_names if "mtp_layers" in name}
     assert modules == {str(index) for index in range(kept)}
     assert len(checkpoint.read_names) == len(set(checkpoint.read_names))
@@ -139,8 +158,8 @@ def test_modules_beyond_the_configured_ones_are_never_read(tmp_path: Path, kept:
 def test_conversion_rounds_to_nearest(tmp_path: Path, dtype: Any) -> None:
     checkpoint = open_checkpoint(write_tiny_llama(tmp_path))
     expected = expected_shapes(checkpoint.config)
-    exact = load_parameters(checkpoint, checkpoint.config, expected, FLOAT32)
-    rounded = load_parameters(checkpoint, checkpoint.config, expected, np.dtype(dtype))
+    exact = load(checkpoint, checkpoint.config, expected)
+    rounded = load(checkpoint, checkpoint.config, expected, np.dtype(dtype))
     for path, array in rounded.items():
         assert array.dtype == dtype and array.flags.c_contiguous
         np.testing.assert_array_equal(array, exact[path].astype(dtype))
@@ -150,7 +169,7 @@ def check_refused(directory: Path, *words: str) -> None:
     checkpoint = open_checkpoint(directory)
     config = checkpoint.config
     with pytest.raises(ModelError) as caught:
-        load_parameters(checkpoint, config, expected_shapes(config), FLOAT32)
+        load(checkpoint, config, expected_shapes(config))
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
@@ -190,29 +209,34 @@ def test_biases_that_the_config_does_not_announce_are_refused(tmp_path: Path) ->
 def test_many_problems_are_counted_not_listed(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     config = open_checkpoint(tmp_path).config
-    layer_1 = [s.name for p, s in parameter_sources(config).items() if p.startswith("layers.1.")]
+    layer_1 = [s.names[0] for p, s in sources(config).items() if p.startswith("layers.1.")]
     change_tensors(tmp_path, dict.fromkeys(layer_1))
     check_refused(tmp_path, "and 4 more")
 
 
-def test_inverse_frequencies_and_a_tied_head_are_ignored(tmp_path: Path) -> None:
-    write_tiny_llama(tmp_path, tie_word_embeddings=True)
-    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+def test_inverse_frequencies_are_ignored(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
     inverse = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    change_tensors(tmp_path, {"lm_head.weight": embedding, inverse: np.ones(4, np.float32)})
+    change_tensors(tmp_path, {inverse: np.ones(4, np.float32)})
     checkpoint = Watched(open_checkpoint(tmp_path))
     config = checkpoint.config
-    load_parameters(checkpoint, config, expected_shapes(config), FLOAT32)
-    assert not {"lm_head.weight", inverse} & set(checkpoint.read_names)
+    load(checkpoint, config, expected_shapes(config))
+    assert inverse not in checkpoint.read_names
 
 
-def test_a_tied_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_a_tied_head_must_repeat_the_embedding(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path, tie_word_embeddings=True)
-    change_tensors(tmp_path, {"lm_head.weight": np.ones((63, 32), np.float32)})
-    check_refused(tmp_path, "lm_head.weight")
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(tmp_path, {"lm_head.weight": embedding})
+    checkpoint = open_checkpoint(tmp_path)
+    parameters = load(checkpoint, checkpoint.config, expected_shapes(checkpoint.config))
+    assert "head.kernel" not in parameters
+    for head in (embedding + np.eye(64, 32, dtype=np.float32), np.ones((63, 32), np.float32)):
+        change_tensors(tmp_path, {"lm_head.weight": head})
+        check_refused(tmp_path, "lm_head.weight should repeat model.embed_tokens.weight")
 
 
 def test_an_unknown_parameter_is_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny_llama(tmp_path))
     with pytest.raises(ModelError, match=r"layers\.0\.gate\.kernel"):
-        load_parameters(checkpoint, checkpoint.config, {"layers.0.gate.kernel": (1, 1)}, FLOAT32)
+        load(checkpoint, checkpoint.config, {"layers.0.gate.kernel": (1, 1)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,22 @@ from hypothesis import strategies as st
 from models_for_tests import DTYPES, tiny_config, tiny_tensors, write_tiny_llama
 from safetensors.numpy import load_file, save_file
 
-from mmtp_jax.config import LayerSpec, ModelConfig, RopeConfig
+from mmtp_jax.families.registry import parse_config
+from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, RopeConfig
 from mmtp_jax.weights.checkpoint import open_checkpoint
 from mmtp_jax.weights.errors import ModelError
-from mmtp_jax.weights.hf_config import parse_config
 
-LAYER = LayerSpec(
-    num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48, rope=RopeConfig(dim=8)
-)
+LAYER = LayerSpec(AttentionSpec(4, 2, 8, rope=RopeConfig(dim=8)), DenseSpec(48))
 
 
 def parsed(family: Any = "llama", **changes: Any) -> ModelConfig:
     return parse_config(tiny_config(family, **changes), {})
+
+
+def attentions(config: ModelConfig) -> list[AttentionSpec]:
+    found = [layer.attention for layer in config.layers]
+    assert all(isinstance(attention, AttentionSpec) for attention in found)
+    return found  # type: ignore[return-value]
 
 
 # --- configurations ---
@@ -45,10 +50,12 @@ def test_llama() -> None:
 
 
 def test_biases() -> None:
-    assert [(x.qkv_bias, x.output_bias) for x in parsed(attention_bias=True).layers] == [
-        (True, True)
-    ] * 2
-    assert [(x.qkv_bias, x.output_bias) for x in parsed("qwen2").layers] == [(True, False)] * 2
+    def biases(config: ModelConfig) -> list[tuple[bool, bool]]:
+        return [(x.qkv_bias, x.output_bias) for x in attentions(config)]
+
+    assert biases(parsed()) == [(False, False)] * 2
+    assert biases(parsed(attention_bias=True)) == [(True, True)] * 2
+    assert biases(parsed("qwen2")) == [(True, False)] * 2
 
 
 def test_defaults_of_absent_keys() -> None:
@@ -61,8 +68,9 @@ def test_defaults_of_absent_keys() -> None:
         bos_token_id=None,
         eos_token_id=None,
     )
-    layer = config.layers[0]
-    assert (layer.head_dim, layer.num_kv_heads, layer.rope) == (8, 4, RopeConfig(dim=8))
+    attention = attentions(config)[0]
+    assert (attention.head_dim, attention.num_kv_heads) == (8, 4)
+    assert attention.rope == RopeConfig(dim=8)
     assert (config.norm_eps, config.tie_embeddings) == (1e-6, False)
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
@@ -87,14 +95,15 @@ LLAMA3 = {
     ],
 )
 def test_llama3_scaling_in_either_dialect(keys: dict[str, Any]) -> None:
-    assert parsed(**keys).layers[0].rope == RopeConfig(
+    assert attentions(parsed(**keys))[0].rope == RopeConfig(
         dim=8, theta=5e5, scaling="llama3", factor=32.0, original_max_position=8192
     )
 
 
 def test_rope_parameters_without_scaling() -> None:
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    assert parsed(rope_theta=None, rope_parameters=rope).layers[0].rope == RopeConfig(8, 1e6)
+    config = parsed(rope_theta=None, rope_parameters=rope)
+    assert attentions(config)[0].rope == RopeConfig(8, 1e6)
 
 
 @pytest.mark.parametrize(
@@ -116,21 +125,22 @@ def test_rope_parameters_without_scaling() -> None:
     ],
 )
 def test_qwen2_windows(keys: dict[str, Any], windows: list[int | None]) -> None:
-    assert [x.window for x in parsed("qwen2", num_hidden_layers=3, **keys).layers] == windows
+    config = parsed("qwen2", num_hidden_layers=3, **keys)
+    assert [x.window for x in attentions(config)] == windows
 
 
 def test_mimo_modules() -> None:
     config = parsed("mimo", modules=3)
     assert config.mtp is not None
     assert config.mtp.modules == config.layers[:1] * 3
-    assert config.mtp.modules[0].qkv_bias and not config.mtp.modules[0].output_bias
+    assert attentions(config)[0].qkv_bias and not attentions(config)[0].output_bias
     wiring = config.mtp
     assert (wiring.concat, wiring.target_hidden, wiring.feed) == (
         "hidden_first",
         "pre",
         "chain_post",
     )
-    assert wiring.own_norm and not wiring.own_head and wiring.zero_first_embedding
+    assert wiring.norm == "own" and not wiring.own_head and wiring.zero_first_embedding
     assert parsed("mimo", modules=0).mtp is None
 
 
@@ -160,7 +170,7 @@ LLAMA3 = {
     ("family", "changes", "words"),
     [
         ("llama", {"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
-        ("llama", {"architectures": None}, "none given"),
+        ("llama", {"architectures": None, "model_type": None}, "none given"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
@@ -168,20 +178,25 @@ LLAMA3 = {
         ("llama", {"sliding_window": 128}, "sliding_window=128"),
         ("llama", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
         ("qwen2", {"attention_bias": False}, "attention_bias=False"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "lacks the key 'factor'"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "lacks the key 'factor'"),
-        ("llama", {"rope_parameters": {"full_attention": {}}}, "per layer type"),
+        (
+            "llama",
+            {"rope_parameters": {"full_attention": {}}},
+            "rope_parameters .* full_attention=",
+        ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama", {"hidden_size": None}, "lacks the key 'hidden_size'"),
         ("llama", {"num_attention_heads": 3}, r"num_heads \(3\)"),
-        ("llama", {"num_attention_heads": 0, "head_dim": None}, "cannot work"),
+        ("llama", {"num_attention_heads": 0, "head_dim": None}, r"heads \(0\) must"),
         ("llama", {"num_hidden_layers": 0}, "at least one layer"),
         ("llama", {"eos_token_id": 64}, "eos_token_ids"),
         ("llama", {"hidden_size": "big"}, "hidden_size='big', which is not an integer"),
         ("llama", {"vocab_size": 64.0}, r"vocab_size=64\.0, which is not an integer"),
         ("llama", {"num_key_value_heads": True}, "num_key_value_heads=True"),
-        ("llama", {"num_key_value_heads": 0}, r"num_kv_heads \(0\)"),
+        ("llama", {"num_key_value_heads": 0}, "num_kv_heads must be >= 1, got 0"),
         ("llama", {"head_dim": 0}, "must be .* > 0, got 0"),
         ("llama", {"rope_theta": 0}, "theta must be > 0, got 0"),
         ("llama", {"rope_theta": float("inf")}, "theta must be a finite number"),
@@ -190,7 +205,7 @@ LLAMA3 = {
         ("llama", {"architectures": "LlamaForCausalLM"}, "architectures=.* not a list"),
         ("llama", {"architectures": [1]}, "architecture 1 is not supported"),
         ("llama", {"rope_scaling": "llama3"}, "rope_scaling='llama3', which is not an object"),
-        ("llama", {"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor must be a finite number"),
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor='8', which is not a number"),
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor"),
         ("llama", {"eos_token_id": "2"}, "eos_token_id='2' is neither a token id nor a list"),
         ("llama", {"eos_token_id": [2.0]}, "eos_token_id"),
@@ -207,6 +222,24 @@ def test_what_is_not_implemented_is_named(family: Any, changes: dict[str, Any], 
     with pytest.raises(ModelError, match=words) as caught:
         parsed(family, **changes)
     assert "\n" not in str(caught.value)
+
+
+def test_the_model_type_names_a_family_without_architectures() -> None:
+    assert parsed(architectures=None) == parsed()
+
+
+def test_linear_and_yarn_scaling() -> None:
+    linear = parsed(rope_scaling={"type": "linear", "factor": 4})
+    assert attentions(linear)[0].rope == RopeConfig(8, scaling="linear", factor=4.0)
+    yarn = parsed(rope_scaling={"rope_type": "yarn", "factor": 2.0, "beta_fast": 16})
+    assert attentions(yarn)[0].rope == RopeConfig(
+        8,
+        scaling="yarn",
+        factor=2.0,
+        original_max_position=512,
+        beta_fast=16.0,
+        attention_factor=1 + 0.1 * math.log(2),
+    )
 
 
 def test_bookkeeping_keys_are_ignored() -> None:
@@ -263,10 +296,11 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_a_directory_with_a_configuration_only(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(tmp_path, with_weights=False)
     assert checkpoint.config.vocab_size == 64
-    with pytest.raises(ModelError, match=r"no \*\.safetensors"):
-        checkpoint.names()
+    for open_it in (checkpoint.names, lambda: open_checkpoint(tmp_path)):
+        with pytest.raises(ModelError, match=r"no \*\.safetensors"):
+            open_it()
 
 
 @pytest.fixture(scope="module")
