@@ -21,7 +21,7 @@ from mmtp_jax.models.model import (
     model_graph,
     random_value,
 )
-from mmtp_jax.models.sharding import require_divisible, tensor_mesh
+from mmtp_jax.models.sharding import tensor_mesh
 from mmtp_jax.progress import LoadingBar
 from mmtp_jax.specs import ModelConfig, MTPConfig
 from mmtp_jax.tokenizer import Tokenizer, load_tokenizer
@@ -57,10 +57,7 @@ def load_model(config: EngineConfig, *, chat_template: str | None = None) -> Loa
     speculative = config.speculative.resolved(checkpoint.config.mtp)
     config = dataclasses.replace(config, speculative=speculative)
     model = model_for(config, checkpoint.config)
-    mesh = tensor_mesh(config.tensor_parallel_size)
-    if mesh is not None:
-        require_divisible(model, mesh.size)
-    graph = model_graph(model, mesh)
+    graph = model_graph(model, tensor_mesh(config.tensor_parallel_size))
     dtype = parameter_dtype(config.dtype)
     max_model_len = _max_model_len(config, graph, dtype)
     tokenizer = load_tokenizer(checkpoint.tokenizer_source, chat_template)

@@ -18,6 +18,7 @@ from mmtp_jax.specs import DenseSpec, LatentAttentionSpec, LayerSpec, ModelConfi
 
 def parse(settings: Settings) -> ModelConfig:
     settings.only("hidden_act", "silu")
+    settings.only("moe_layer_freq", 1)
     # Derived from other keys in configs that transformers saved.
     settings.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
     attention = _attention(settings)

@@ -14,6 +14,7 @@ from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
 
 def parse(settings: Settings) -> ModelConfig:
     settings.only("hidden_act", "silu")
+    settings.only("moe_layer_freq", 1)
     attention = _attention(settings)
     mixture = LayerSpec(attention, read_mixture(settings))
     dense = LayerSpec(attention, DenseSpec(settings.integer("intermediate_size")))

@@ -10,7 +10,6 @@ def read_mixture(settings: Settings) -> MoESpec:
     """Experts under the keys of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
     settings.only("scoring_func", "sigmoid")
     settings.only("topk_method", "noaux_tc")
-    settings.only("moe_layer_freq", 1)
     size = settings.integer("moe_intermediate_size")
     shared = settings.integer("n_shared_experts", 0)
     return MoESpec(

@@ -138,7 +138,7 @@ def _placed(graph: ModelGraph, leaf: Leaf, value: np.ndarray) -> jax.Array:
     if graph.mesh is None:
         return jnp.asarray(value)
     axes = (None, *leaf.axes) if leaf.stacked else leaf.axes
-    return jax.device_put(value, split(graph.mesh, axes))
+    return jax.device_put(value, split(graph.mesh, axes, value.shape))
 
 
 def random_value(graph: ModelGraph, seed: int, dtype: np.dtype) -> Callable[[str], np.ndarray]:
