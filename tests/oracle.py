@@ -7,37 +7,55 @@ are known. Parameters come as a mapping from flat name to array.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from oracle_layers import LayerTrace, run_layer
+from oracle_parameters import Parameters, Values
 
-from mmtp_jax.config import LayerSpec, ModelConfig, RopeConfig
-
-Values = Callable[[str], np.ndarray]
-
-
-@dataclass(frozen=True)
-class LayerTrace:
-    """Cache entries by position: "k", "v" [T, Hkv, D] and, with a convolution, "x" [T, H]."""
-
-    streams: dict[str, np.ndarray]
-    output: np.ndarray
+from mmtp_jax.specs import ModelConfig, MTPConfig
 
 
 @dataclass(frozen=True)
 class ModuleTrace:
-    """Rows 0..T-2-m of module m."""
+    """Rows 0..T-2-m of module m; `fed` is what the next module may be fed with."""
 
     layer: LayerTrace
+    fed: np.ndarray
     logits: np.ndarray
+
+    def first(self, count: int) -> ModuleTrace:
+        """The first `count` rows."""
+        return ModuleTrace(self.layer.first(count), self.fed[:count], self.logits[:count])
 
 
 @dataclass(frozen=True)
 class Trace:
+    """`hidden` [T, H] is what modules see of the target."""
+
     layers: list[LayerTrace]
     logits: np.ndarray
+    hidden: np.ndarray
     modules: list[ModuleTrace]
+
+    @property
+    def margin(self) -> float:
+        """The smallest margin of all layers."""
+        layers = [*self.layers, *(module.layer for module in self.modules)]
+        return min(layer.margin for layer in layers)
+
+    def first(self, count: int) -> Trace:
+        """What the first `count` tokens alone give: nothing depends on later tokens."""
+        return Trace(
+            [layer.first(count) for layer in self.layers],
+            self.logits[:count],
+            self.hidden[:count],
+            [
+                module.first(count - 1 - number)
+                for number, module in enumerate(self.modules[: count - 1])
+            ],
+        )
 
 
 class Oracle:
@@ -45,128 +63,113 @@ class Oracle:
 
     def __init__(self, config: ModelConfig, values: Values) -> None:
         self.config = config
-        self._raw = values
-        self._known: dict[str, np.ndarray] = {}
+        self.parameters = Parameters(config, values)
+        self._traces: dict[tuple[int, ...], Trace] = {}  # of a text or of a longer one
 
     def trace(self, tokens: Sequence[int]) -> Trace:
-        config = self.config
-        ids = np.asarray(tokens)
-        embedding = self._value("embed.weight")
-        x, layers = embedding[ids], []
-        for index, spec in enumerate(config.layers):
-            layer = self._layer(f"layers.{index}", spec, x)
-            layers.append(layer)
-            x = layer.output
-        normed = self._norm("norm", x)
-        return Trace(layers, self._head(normed), self._modules(ids, x, normed))
+        text = tuple(tokens)
+        if text not in self._traces:
+            if len(self._traces) > 10_000:
+                self._traces.clear()
+            target = self._target(text)
+            trace = replace(target, modules=self._modules(text, target.hidden))
+            self._traces |= {text[:end]: trace for end in range(1, len(text) + 1)}
+        return self._traces[text].first(len(text))
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The target's own continuation."""
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(int(np.argmax(self.trace(tokens).logits[-1])))
+            tokens.append(int(np.argmax(self._target(tokens).logits[-1])))
         return tokens[len(prompt) :]
 
     def drafts(self, tokens: Sequence[int]) -> list[int]:
         """Greedy drafts for the tokens after `tokens`, whose last one the target has not seen."""
-        tokens = list(tokens)
-        row = len(tokens) - 2
-        for module in range(self.config.num_modules):
-            logits = self.trace(tokens).modules[module].logits[row]
-            tokens.append(int(np.argmax(logits)))
-        return tokens[row + 2 :]
+        known = list(tokens)
+        for logits in self._drafting(known):
+            known.append(int(np.argmax(logits)))
+        return known[len(tokens) :]
 
-    def _modules(self, ids: np.ndarray, raw: np.ndarray, normed: np.ndarray) -> list[ModuleTrace]:
+    def draft_logits(self, tokens: Sequence[int], number: int) -> np.ndarray:
+        """Logits [V] of the draft after `tokens`, of which the last `number` are drafts too."""
+        known = list(tokens[: len(tokens) - number])
+        drafting = self._drafting(known)
+        logits = next(drafting)
+        while len(known) < len(tokens):
+            known.append(tokens[len(known)])
+            logits = next(drafting)
+        return logits
+
+    def _drafting(self, known: list[int]) -> Iterator[np.ndarray]:
+        """Logits [V] of one draft after the other; before the next, `known` has to grow by it.
+
+        A repeated module reads on, one row further for each draft, with its last output in place of
+        a hidden state that the target does not have yet.
+        """
         mtp = self.config.mtp
+        assert mtp is not None
+        feed = self.trace(known[:-1]).hidden
+        for number in range(mtp.num_drafts):
+            module = self._module(mtp, 0 if mtp.repeats > 1 else number, known, feed)
+            yield module.logits[-1]
+            if mtp.repeats > 1:
+                feed = np.concatenate([feed, module.fed[-1:]])
+            elif mtp.feed != "target":
+                feed = module.fed
+
+    def _target(self, tokens: Sequence[int]) -> Trace:
+        """A trace without modules."""
+        mtp, layers = self.config.mtp, []
+        x = self._embedded(tokens, norm=self.config.embed_norm)
+        for index, spec in enumerate(self.config.layers):
+            layer = run_layer(self.parameters.at(f"layers.{index}"), spec, x, ahead=0)
+            layers.append(layer)
+            x = layer.output
+        normed = self.parameters.norm("norm", x)
+        pre = mtp is not None and mtp.target_hidden == "pre"
+        return Trace(layers, self._head(normed), x if pre else normed, [])
+
+    def _modules(self, tokens: Sequence[int], feed: np.ndarray) -> list[ModuleTrace]:
+        mtp, traces = self.config.mtp, []
         if mtp is None:
-            return []
-        target = raw if mtp.target_hidden == "pre" else normed
-        feed, traces = target, []
-        for module, spec in enumerate(mtp.modules):
-            rows = len(ids) - 1 - module
-            if rows <= 0:
-                break
-            name = f"mtp.{module}"
-            embedded = self._value("embed.weight")[ids[1 + module :]].copy()
-            if mtp.zero_first_embedding:
-                embedded[0] = 0
-            token = self._norm(f"{name}.token_norm", embedded)
-            hidden = self._norm(f"{name}.hidden_norm", feed[:rows])
-            pair = [hidden, token] if mtp.concat == "hidden_first" else [token, hidden]
-            fused = np.concatenate(pair, axis=1) @ self._value(f"{name}.fuse.kernel")
-            layer = self._layer(f"{name}.layer", spec, fused)
-            post = self._norm(f"{name}.norm", layer.output) if mtp.own_norm else layer.output
-            own = f"{name}.head.kernel"
-            logits = post @ self._value(own) if mtp.own_head else self._head(post)
-            traces.append(ModuleTrace(layer, logits))
-            feed = {"target": target, "chain_pre": layer.output, "chain_post": post}[mtp.feed]
+            return traces
+        for number in range(min(mtp.num_modules, len(tokens) - 1)):
+            module = self._module(mtp, number, tokens, feed)
+            traces.append(module)
+            if mtp.feed != "target":
+                feed = module.fed
         return traces
 
-    def _layer(self, name: str, spec: LayerSpec, x: np.ndarray) -> LayerTrace:
-        normed = self._norm(f"{name}.attention_norm", x)
-        mixed, streams = self._attention(f"{name}.attention", spec, normed)
-        if spec.conv_taps:
-            streams["x"] = mixed
-            taps = self._value(f"{name}.conv.taps")
-            padded = np.concatenate([np.zeros((spec.conv_taps - 1, mixed.shape[1])), mixed])
-            mixed = mixed + sum(taps[j] * padded[j : j + len(x)] for j in range(spec.conv_taps))
-        x = x + mixed
-        normed = self._norm(f"{name}.mlp_norm", x)
-        gate = normed @ self._value(f"{name}.mlp.gate.kernel")
-        up = normed @ self._value(f"{name}.mlp.up.kernel")
-        down = (gate / (1 + np.exp(-gate)) * up) @ self._value(f"{name}.mlp.down.kernel")
-        return LayerTrace(streams, x + down)
+    def _module(
+        self, mtp: MTPConfig, number: int, tokens: Sequence[int], feed: np.ndarray
+    ) -> ModuleTrace:
+        """Row q consumes tokens[q + 1 + number] and feed[q]."""
+        p = self.parameters.at(f"mtp.{number}")
+        embedded = self._embedded(tokens[1 + number :], norm=mtp.embed_norm)
+        if mtp.zero_first_embedding:
+            embedded[0] = 0
+        token = p.norm("token_norm", embedded)
+        hidden = p.norm("hidden_norm", feed[: len(token)])
+        pair = [hidden, token] if mtp.concat == "hidden_first" else [token, hidden]
+        fused = p.linear("fuse", np.concatenate(pair, axis=1))
+        ahead = 1 + number if mtp.consumed_position else 0
+        layer = run_layer(p.at("layer"), mtp.modules[number], fused, ahead)
+        post = layer.output
+        if mtp.norm != "none":
+            post = (p if mtp.norm == "own" else self.parameters.at("mtp")).norm("norm", post)
+        logits = self._cut(p.linear("head", post)) if mtp.own_head else self._head(post)
+        return ModuleTrace(layer, layer.output if mtp.feed == "chain_pre" else post, logits)
 
-    def _attention(
-        self, name: str, spec: LayerSpec, x: np.ndarray
-    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        count = len(x)
-
-        def projected(part: str, heads: int) -> np.ndarray:
-            y = x @ self._value(f"{name}.{part}.kernel")
-            if spec.qkv_bias:
-                y = y + self._value(f"{name}.{part}.bias")
-            return y.reshape(count, heads, spec.head_dim)
-
-        q = projected("q", spec.num_heads)
-        k, v = projected("k", spec.num_kv_heads), projected("v", spec.num_kv_heads)
-        if spec.rope is not None:
-            q, k = _rotate(q, spec.rope), _rotate(k, spec.rope)
-        group = spec.num_heads // spec.num_kv_heads
-        distance = np.arange(count)[:, None] - np.arange(count)
-        hidden = distance < 0
-        if spec.window is not None:
-            hidden |= distance >= spec.window
-        out = np.empty((count, spec.num_heads, spec.head_dim))
-        for head in range(spec.num_heads):
-            scores = q[:, head] @ k[:, head // group].T / np.sqrt(spec.head_dim)
-            scores[hidden] = -np.inf
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            weights /= weights.sum(axis=1, keepdims=True)
-            out[:, head] = weights @ v[:, head // group]
-        return out.reshape(count, -1) @ self._value(f"{name}.o.kernel"), {"k": k, "v": v}
-
-    def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        scale = self._value(f"{name}.scale")
-        if self.config.norm_style == "one_plus":
-            scale = 1 + scale
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.config.norm_eps) * scale
+    def _embedded(self, tokens: Sequence[int], *, norm: bool) -> np.ndarray:
+        embedded = self.parameters["embed.weight"][np.asarray(tokens)]
+        return self.parameters.norm("embed_norm", embedded) if norm else embedded
 
     def _head(self, normed: np.ndarray) -> np.ndarray:
+        scaled = normed / self.config.logits_divisor
         if self.config.tie_embeddings:
-            return normed @ self._value("embed.weight").T
-        return normed @ self._value("head.kernel")
+            return self._cut(scaled @ self.parameters["embed.weight"].T)
+        return self._cut(self.parameters.linear("head", scaled))
 
-    def _value(self, name: str) -> np.ndarray:
-        if name not in self._known:
-            self._known[name] = np.asarray(self._raw(name), np.float64)
-        return self._known[name]
-
-
-def _rotate(x: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    assert rope.scaling is None
-    half = rope.dim // 2
-    angle = np.arange(len(x))[:, None] * rope.theta ** (-np.arange(half) / half)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    first, second, rest = x[..., :half], x[..., half : rope.dim], x[..., rope.dim :]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    def _cut(self, logits: np.ndarray) -> np.ndarray:
+        """Rows beyond the vocabulary are padding."""
+        return logits[:, : self.config.vocab_size]

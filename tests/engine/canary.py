@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mmtp_jax.config import LayerSpec, ModelConfig, MTPConfig
+from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, MTPConfig
 
 VOCAB = 24
 # Hidden layout: A = prediction stream, D = consumed token (read by attention), one constant.
 HIDDEN = 2 * VOCAB + 2
 CONSTANT = 2 * VOCAB
-PLAIN = LayerSpec(1, 1, 2 * VOCAB + 2, 8)
-PAIR = LayerSpec(1, 1, 2 * VOCAB + 2, 8, window=2)
+PLAIN = LayerSpec(AttentionSpec(1, 1, HIDDEN), DenseSpec(8))
+PAIR = LayerSpec(AttentionSpec(1, 1, HIDDEN, window=2), DenseSpec(8))
 
 
 def canary(num_modules: int) -> ModelConfig:

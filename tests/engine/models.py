@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmtp_jax.config import LayerSpec, ModelConfig, MTPConfig, RopeConfig
+from mmtp_jax.specs import (
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    ModelConfig,
+    MTPConfig,
+    RopeConfig,
+)
 
 VOCAB = 48
 HIDDEN = 16
 ROPE = RopeConfig(8, theta=100.0)
-GLOBAL = LayerSpec(4, 2, 8, 24, ROPE)
-SLIDING = LayerSpec(2, 1, 8, 24, ROPE, window=5)
-SLIDING_CONV = LayerSpec(2, 1, 8, 24, ROPE, window=5, conv_taps=4)
+GLOBAL = LayerSpec(AttentionSpec(4, 2, 8, ROPE), DenseSpec(24))
+SLIDING = LayerSpec(AttentionSpec(2, 1, 8, ROPE, window=5), DenseSpec(24))
+SLIDING_CONV = replace(SLIDING, conv_taps=4)
 
 
 def model(
@@ -47,7 +54,18 @@ def target_fed(num_modules: int) -> ModelConfig:
 
 def hybrid() -> ModelConfig:
     """A global and a sliding layer with different heads, a convolution, two unequal modules."""
-    return model((GLOBAL, SLIDING_CONV), MTPConfig((SLIDING_CONV, GLOBAL), own_norm=False))
+    return model((GLOBAL, SLIDING_CONV), MTPConfig((SLIDING_CONV, GLOBAL), norm="none"))
+
+
+def narrow(num_modules: int) -> ModelConfig:
+    """Windows and convolutions that see fewer positions than the modules rewrite."""
+    spec = LayerSpec(AttentionSpec(2, 1, 8, ROPE, window=2), DenseSpec(24), conv_taps=4)
+    return model((GLOBAL,), MTPConfig((spec,) * num_modules))
+
+
+def repeated(repeats: int) -> ModelConfig:
+    """A lone module that drafts several tokens."""
+    return model((GLOBAL,), MTPConfig((GLOBAL,), repeats=repeats))
 
 
 def plain() -> ModelConfig:

@@ -559,7 +559,7 @@ def test_buckets_must_cover_the_budget() -> None:
 
 def test_windowed_pools_may_be_smaller_than_a_request() -> None:
     cache = make_cache(2, 4, 5, windows=(3,))
-    assert [cache.pages_for_one_request(g, 1000, 3) for g in cache.groups] == [4, 5]
+    assert [g.pages_for_one_request(2, 1000, 3) for g in cache.groups] == [4, 5]
     for seed in range(10):
         server = Server(
             make_cache(2, 4, 5, windows=(3,)), rng=random.Random(seed), max_num_batched_tokens=3
