@@ -23,13 +23,16 @@ def rope_of(scaling: Scaling, dim: int, **changes: Any) -> RopeConfig:
     return replace(scaling.rope, dim=dim, theta=scaling.theta, **changes)
 
 
-def dense_attention(settings: Settings, *, qkv_bias: bool, **options: Any) -> AttentionSpec:
-    """Grouped-query attention under the usual keys; `options` go to `AttentionSpec`."""
+def dense_attention(
+    settings: Settings, *, qkv_bias: bool, head_dim: int | None = None, **options: Any
+) -> AttentionSpec:
+    """Grouped-query attention under the usual keys; `head_dim` is the family's default (None: what
+    the heads leave), `options` go to `AttentionSpec`."""
     settings.only("hidden_act", "silu")
     settings.only("hidden_activation", "silu")
     heads = settings.integer("num_attention_heads")
     hidden = settings.integer("hidden_size")
-    head_dim = settings.integer("head_dim", None)
+    head_dim = settings.integer("head_dim", head_dim)
     if head_dim is None:
         if heads < 1 or hidden % heads:
             raise settings.error(
@@ -63,15 +66,17 @@ def dense_layers(settings: Settings, attention: AttentionSpec) -> tuple[LayerSpe
 def qwen_windows(settings: Settings) -> list[int | None]:
     """Each layer's window: Qwen slides from layer `max_window_layers` on, unless `layer_types`
     says it layer by layer."""
-    count = settings.integer("num_hidden_layers")
+    count = settings.count("num_hidden_layers")
     slides = settings.flag("use_sliding_window", False)
     window = settings.integer("sliding_window", None)
-    first = settings.integer("max_window_layers", count)
+    first = settings.integer("max_window_layers", None)
     kinds = layer_kinds(settings, "layer_types", count)
-    if not slides or window is None:
+    if not slides:
         if kinds is not None and "sliding_attention" in kinds:
             raise settings.error("there are sliding_attention layers but no sliding_window in use")
         return [None] * count
+    if window is None or (kinds is None and first is None):
+        raise settings.error("use_sliding_window needs sliding_window and max_window_layers")
     if kinds is None:
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
     return [window if kind == "sliding_attention" else None for kind in kinds]
@@ -95,6 +100,11 @@ def layer_kinds(
     return found
 
 
+def stop_ids(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """Only the vocabulary's: no logit belongs to a token beyond it, which never ends a text."""
+    return tuple(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
+
+
 def finished(
     settings: Settings,
     family: str,
@@ -103,14 +113,15 @@ def finished(
     **options: Any,
 ) -> ModelConfig:
     """The model under the usual keys; `options` go to `ModelConfig`. `finish`es the settings."""
+    vocab_size = settings.integer("vocab_size")
     common: dict[str, Any] = {
-        "vocab_size": settings.integer("vocab_size"),
+        "vocab_size": vocab_size,
         "hidden_size": settings.integer("hidden_size"),
         "max_position": settings.integer("max_position_embeddings"),
         "norm_eps": settings.number("rms_norm_eps", 1e-6),
         "tie_embeddings": settings.flag("tie_word_embeddings", False),
         "bos_token_id": next(iter(settings.token_ids("bos_token_id")), None),
-        "eos_token_ids": settings.token_ids("eos_token_id"),
+        "eos_token_ids": stop_ids(settings.token_ids("eos_token_id"), vocab_size),
     }
     settings.finish()
     return ModelConfig(family=family, layers=layers, mtp=mtp, **(common | options))

@@ -18,11 +18,11 @@ def parse(settings: Settings) -> ModelConfig:
     attention = _attention(settings)
     mixture = LayerSpec(attention, read_mixture(settings))
     dense = LayerSpec(attention, DenseSpec(settings.integer("intermediate_size")))
-    count = settings.integer("num_hidden_layers")
-    first = min(settings.integer("first_k_dense_replace", 0), count)
+    count = settings.count("num_hidden_layers")
+    first = min(settings.count("first_k_dense_replace"), count)
     mtp = wiring(
         settings,
-        (mixture,) * settings.integer("num_nextn_predict_layers", 0),
+        (mixture,) * settings.count("num_nextn_predict_layers", 0),
         concat="embed_first",
         target_hidden="post",
         feed="chain_post",

@@ -15,7 +15,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from mmtp_jax.families import tensors
-from mmtp_jax.families.blocks import layer_kinds, wiring
+from mmtp_jax.families.blocks import layer_kinds, stop_ids, wiring
 from mmtp_jax.families.family import Family
 from mmtp_jax.families.settings import Settings
 from mmtp_jax.families.tensors import Source, Sources
@@ -76,11 +76,13 @@ def parse(settings: Settings) -> ModelConfig:
         for sliding, dense in zip(_sliding(text), _dense(text), strict=True)
     )
     padded = text.integer("vocab_size")
-    limit = text.integer("model_max_length", None) or text.integer("max_position_embeddings")
-    text.ignore("max_position_embeddings")
+    vocab_size = text.integer("unpadded_vocab_size", padded)
+    limit = text.integer("model_max_length", text.integer("max_position_embeddings", None))
+    if limit is None:
+        raise text.error("there is neither model_max_length nor max_position_embeddings")
     config = ModelConfig(
         family="inkling",
-        vocab_size=text.integer("unpadded_vocab_size", padded),
+        vocab_size=vocab_size,
         padded_vocab_size=padded,
         hidden_size=text.integer("hidden_size"),
         layers=layers,
@@ -89,7 +91,7 @@ def parse(settings: Settings) -> ModelConfig:
         embed_norm=text.flag("use_embed_norm", True),
         logits_divisor=text.number("logits_mup_width_multiplier", 1.0),
         bos_token_id=next(iter(_token_ids(settings, text, "bos_token_id")), None),
-        eos_token_ids=_token_ids(settings, text, "eos_token_id"),
+        eos_token_ids=stop_ids(_token_ids(settings, text, "eos_token_id"), vocab_size),
         mtp=_modules(settings, text, blocks),
     )
     settings.finish()
@@ -99,7 +101,7 @@ def parse(settings: Settings) -> ModelConfig:
 def _token_ids(settings: Settings, text: Settings, key: str) -> tuple[int, ...]:
     """The release has them outside text_config; those in it are transformers' defaults."""
     outer, inner = settings.token_ids(key), text.token_ids(key)
-    return outer or inner
+    return outer if key in settings else inner
 
 
 def _blocks(text: Settings) -> _Blocks:
@@ -108,8 +110,7 @@ def _blocks(text: Settings) -> _Blocks:
     if released:
         expert, dense = "intermediate_size", "dense_intermediate_size"
     scaled = text.flag("use_global_scale", True)
-    kernel = text.integer("sconv_kernel_size", None) or text.integer("conv_kernel_size", 4)
-    text.ignore("conv_kernel_size")
+    kernel = text.integer("sconv_kernel_size", text.integer("conv_kernel_size", 4))
     window, rank = text.integer("sliding_window_size"), text.integer("d_rel")
     floor = text.integer("log_scaling_n_floor", None)
     alpha = text.number("log_scaling_alpha", 0.1)
@@ -154,7 +155,7 @@ def _blocks(text: Settings) -> _Blocks:
 
 
 def _sliding(text: Settings) -> list[bool]:
-    count = text.integer("num_hidden_layers")
+    count = text.count("num_hidden_layers")
     kinds = layer_kinds(text, "layer_types", count, ("hybrid", "hybrid_sliding"))
     local = text.listing("local_layer_ids", of=int, default=None)
     if kinds is not None:
@@ -165,7 +166,7 @@ def _sliding(text: Settings) -> list[bool]:
 
 
 def _dense(text: Settings) -> list[bool]:
-    count = text.integer("num_hidden_layers")
+    count = text.count("num_hidden_layers")
     kinds = layer_kinds(text, "mlp_layer_types", count, ("dense", "sparse"))
     first = text.integer("dense_mlp_idx", 0)
     if kinds is not None:
@@ -186,22 +187,21 @@ def _modules(settings: Settings, text: Settings, blocks: _Blocks) -> MTPConfig |
     `mtp_windowed` (true) says whether sliding modules have their window.
     """
     table = settings.table("mtp_config") or Settings({})
-    count = table.integer("num_nextn_predict_layers", None)
-    for alias in (table.integer("n_layers", None), text.integer("num_mtp_layers", None)):
-        count = alias if count is None else count
+    count = text.count("num_mtp_layers", 0)
+    for name in ("n_layers", "num_nextn_predict_layers"):
+        count = table.count(name, count)
     local = table.listing("local_layer_ids", of=int, default=None)
     saved = text.listing("mtp_local_layer_ids", of=int, default=None)
     local = saved if local is None else local
     shared = table.flag("chain_hidden_post_norm", text.flag("chain_hidden_post_norm", False))
     first = text.flag("mtp_hidden_states_first", True)
-    window = table.integer("local_extent", text.integer("sliding_window_size"))
-    if not settings.flag("mtp_windowed", True):
-        window = None
-    sliding = dataclasses.replace(blocks.sliding, window=window)
-    number = count or 0
+    extent = table.integer("local_extent", blocks.sliding.window)
+    window = extent if settings.flag("mtp_windowed", True) else None
+    relative = RelativeBias(text.integer("d_rel"), extent)
+    sliding = dataclasses.replace(blocks.sliding, window=window, relative=relative)
     modules = tuple(
         LayerSpec(sliding if is_sliding else blocks.full, blocks.dense, blocks.conv_taps)
-        for is_sliding in _members(settings, "local_layer_ids of the modules", local or [], number)
+        for is_sliding in _members(settings, "local_layer_ids of the modules", local or [], count)
     )
     return wiring(
         settings,

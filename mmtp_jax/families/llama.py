@@ -18,7 +18,7 @@ def parse(settings: Settings) -> ModelConfig:
     settings.only("use_sliding_window", False)
     settings.only("num_nextn_predict_layers", 0)
     layer = LayerSpec(attention, DenseSpec(settings.integer("intermediate_size")))
-    return finished(settings, "llama", (layer,) * settings.integer("num_hidden_layers"))
+    return finished(settings, "llama", (layer,) * settings.count("num_hidden_layers"))
 
 
 FAMILY = Family("llama", ("LlamaForCausalLM",), parse, tensors.trunk)

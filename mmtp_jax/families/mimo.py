@@ -19,10 +19,11 @@ from mmtp_jax.specs import LayerSpec, ModelConfig
 
 def parse(settings: Settings) -> ModelConfig:
     settings.only("attention_bias", True)
+    settings.only("use_mrope", False)
     attention = dense_attention(settings, qkv_bias=True)
     layers = dense_layers(settings, attention)
     module = LayerSpec(replace(attention, window=None), layers[0].mlp) if layers else None
-    count = settings.integer("num_nextn_predict_layers", 0)
+    count = settings.count("num_nextn_predict_layers", 0)
     mtp = wiring(
         settings,
         (module,) * count if module is not None else (),

@@ -28,12 +28,12 @@ def parse(settings: Settings) -> ModelConfig:
     settings.only("attention_bias", False)
     settings.only("attention_projection_layout", "split")
     settings.ignore("attention_chunk_size", "hybrid_block_size")
-    count = settings.integer("num_hidden_layers")
+    count = settings.count("num_hidden_layers")
     sliding = _flags(settings, "layer_types", "hybrid_layer_pattern", 1, count)
     dense = _flags(settings, "mlp_layer_types", "moe_layer_freq", 0, count)
     full, windowed = _attention(settings)
     mlp, mixture = DenseSpec(settings.integer("intermediate_size")), None
-    if not all(dense):
+    if not all(dense) or "n_routed_experts" in settings:
         mixture = read_mixture(settings)
     layers = []
     for is_sliding, is_dense in zip(sliding, dense, strict=True):
@@ -115,30 +115,28 @@ def _ropes(settings: Settings) -> tuple[Scaling, Scaling]:
         kinds = [table.table(name) for name in ("full_attention", "sliding_attention")]
         if any(kind is None for kind in kinds):
             raise table.error("full_attention and sliding_attention are needed")
-        full, sliding = (read_scaling(kind, None, partial, None) for kind in kinds if kind)
+        limit = settings.integer("max_position_embeddings")
+        full, sliding = (read_scaling(kind, None, partial, limit) for kind in kinds if kind)
         if full.theta is None or sliding.theta is None:
             raise table.error("rope_theta is needed for both kinds")
         settings.ignore("rope_theta", "swa_rope_theta")
         return full, sliding
-    full = read_rope(settings)
+    full = read_rope(settings, settings.number("rope_theta"))
     if full.rope.scaling is not None:
         raise settings.error(f"rope type {full.rope.scaling!r} is not implemented for this family")
-    return full, Scaling(settings.number("swa_rope_theta", 10000.0), partial)
+    return full, Scaling(settings.number("swa_rope_theta"), partial)
 
 
 def _num_modules(settings: Settings) -> int:
     """As the tensors say, or (without weight files) as the config or the release does."""
-    declared = settings.integer("num_nextn_predict_layers", None)
-    if declared is not None:
-        return int(declared)
-    if settings.tensor_names is None:
-        return _RELEASED_MODULES
+    if "num_nextn_predict_layers" in settings or settings.tensor_names is None:
+        return int(settings.count("num_nextn_predict_layers", _RELEASED_MODULES))
     numbers = {
         name.removeprefix(_MODULE).split(".")[0]
         for name in settings.tensor_names
         if name.startswith(_MODULE)
     }
-    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
+    return sum(number.isdecimal() for number in numbers)
 
 
 def sources(config: ModelConfig) -> Sources:

@@ -12,7 +12,9 @@ from mmtp_jax.specs import ModelConfig
 def parse(settings: Settings) -> ModelConfig:
     bias = settings.flag("attention_bias", False)
     settings.only("num_nextn_predict_layers", 0)
-    attention = dense_attention(settings, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    attention = dense_attention(
+        settings, qkv_bias=bias, head_dim=128, output_bias=bias, qk_norm=True
+    )
     return finished(settings, "qwen3", dense_layers(settings, attention))
 
 

@@ -17,6 +17,7 @@ from mmtp_jax.families import (
     qwen3,
     step3p5,
 )
+from mmtp_jax.families.blocks import stop_ids
 from mmtp_jax.families.family import Family
 from mmtp_jax.families.settings import Settings
 from mmtp_jax.specs import ModelConfig
@@ -33,18 +34,20 @@ def parse_config(
 ) -> ModelConfig:
     """The model that config.json and generation_config.json (empty if absent) describe.
 
-    `tensor_names` are the checkpoint's, None without weight files. Stop ids beyond the vocabulary
-    are left out: no logit is theirs. Raises `ModelError` for an unknown architecture, a missing
-    key, or a value that is not implemented.
+    `tensor_names` are the checkpoint's, None without weight files. Raises `ModelError` for an
+    unknown architecture, a missing key, or a value that is not implemented.
     """
     family = _family(config)
     settings = Settings(config, tensor_names)
+    defaults = Settings(generation, where="generation_config.json")
     try:
         model = family.parse(settings)
-        stop_ids = (*Settings(generation).token_ids("eos_token_id"), *model.eos_token_ids)
-        starts = (*Settings(generation).token_ids("bos_token_id"), model.bos_token_id)
-        known = dict.fromkeys(token for token in stop_ids if 0 <= token < model.vocab_size)
-        return replace(model, eos_token_ids=tuple(known), bos_token_id=starts[0])
+        stops = (
+            *stop_ids(defaults.token_ids("eos_token_id"), model.vocab_size),
+            *model.eos_token_ids,
+        )
+        starts = (*defaults.token_ids("bos_token_id"), model.bos_token_id)
+        return replace(model, eos_token_ids=tuple(dict.fromkeys(stops)), bos_token_id=starts[0])
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ModelError(f"config.json holds a value that cannot work: {error}") from None
 

@@ -39,20 +39,20 @@ def read_rope(settings: Settings, theta: float = 10000.0) -> Scaling:
     """The one rotary embedding of a model; `theta` is the family's default."""
     theta = settings.number("rope_theta", theta)
     partial = settings.number("partial_rotary_factor", None)
-    limit = settings.integer("max_position_embeddings", None)
+    limit = settings.integer("max_position_embeddings")
     parameters, scaling = settings.table("rope_parameters"), settings.table("rope_scaling")
     table = parameters or scaling
     return Scaling(theta, partial) if table is None else read_scaling(table, theta, partial, limit)
 
 
 def read_scaling(
-    table: Settings, theta: float | None, partial: float | None, limit: int | None
+    table: Settings, theta: float | None, partial: float | None, limit: int
 ) -> Scaling:
     """One object of `rope_scaling` or `rope_parameters`; the arguments hold where it is silent."""
     theta = table.number("rope_theta", theta)
     partial = table.number("partial_rotary_factor", partial)
     kind = table.text("rope_type", None) or table.text("type", "default")
-    table.ignore("type")
+    table.only("type", kind)
     if kind == "default":
         return Scaling(theta, partial)
     if kind == "linear":
@@ -75,13 +75,11 @@ def read_scaling(
     )
 
 
-def _read_yarn(
-    table: Settings, theta: float | None, partial: float | None, limit: int | None
-) -> Scaling:
+def _read_yarn(table: Settings, theta: float | None, partial: float | None, limit: int) -> Scaling:
     original = table.integer("original_max_position_embeddings", limit)
     factor = table.number("factor", None)
     if factor is None:
-        factor = (limit or original) / original
+        factor = limit / original
     mscale = table.number("mscale", 0.0)
     mscale_all_dim = table.number("mscale_all_dim", 0.0)
     attention_factor = table.number("attention_factor", None)

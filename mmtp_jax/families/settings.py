@@ -26,12 +26,14 @@ _BOOKKEEPING = frozenset(
     pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
     return_dict_in_generate router_aux_loss_coef sep_token_id seq_aux suppress_tokens
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
-    top_p torch_dtype torchscript transformers_version typical_p unk_token_id unsloth_fixed
-    unsloth_version use_bfloat16 use_cache
+    top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()
 )
 
 _REQUIRED = object()
+# No model has as many layers; the limit keeps a wrong number from filling the memory.
+_MOST_LAYERS = 10_000
 _KINDS: dict[str, tuple[type, ...]] = {
     "an integer": (int,),
     "a number": (int, float),
@@ -71,6 +73,13 @@ class Settings:
     def integer(self, key: str, default: Any = _REQUIRED) -> Any:
         return self._typed(key, "an integer", default)
 
+    def count(self, key: str, default: Any = _REQUIRED) -> Any:
+        """How many layers or modules there are."""
+        value = self.integer(key, default)
+        if not 0 <= value <= _MOST_LAYERS:
+            raise self.error(f"{key} must lie in [0, {_MOST_LAYERS}], got {value}")
+        return value
+
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
         value = self._typed(key, "a number", default)
         return float(value) if isinstance(value, int) else value
@@ -89,16 +98,16 @@ class Settings:
         of: type | None = None,
         default: Any = _REQUIRED,
     ) -> Any:
-        """A list; of at least `length` entries (the first ones count), each of type `of`."""
+        """A list of `length` entries, each of type `of`."""
         value = self._typed(key, "a list", default)
         if value is default:
             return value
-        if length is not None and len(value) < length:
+        if length is not None and len(value) != length:
             raise self.error(f"{key} must have {length} entries, got {len(value)}")
         for one in value:
             if of is not None and (not isinstance(one, of) or isinstance(one, bool)):
                 raise self.error(f"{key} holds {one!r}, which is no {of.__name__}")
-        return value if length is None else value[:length]
+        return value
 
     def table(self, key: str) -> Settings | None:
         """A nested object; None if it is absent or empty."""
@@ -113,7 +122,9 @@ class Settings:
         """Refuse `key` unless it is absent or one of `values`, the only ones implemented."""
         self._read.add(key)
         value = self._values.get(key)
-        if value is not None and value not in values:
+        if value is not None and not any(
+            type(value) is type(one) and value == one for one in values
+        ):
             only = f" (only {', '.join(map(repr, values))} is)" if values else ""
             raise ModelError(f"{self._sets(key)}, which is not implemented{only}")
 
@@ -127,7 +138,7 @@ class Settings:
         value = self._values.get(key)
         found = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(one, bool) or not isinstance(one, int) for one in found):
-            raise ModelError(f"{key}={value!r} is neither a token id nor a list of them")
+            raise ModelError(f"{self._sets(key)}, which is neither a token id nor a list of them")
         return tuple(dict.fromkeys(found))
 
     def finish(self) -> None:

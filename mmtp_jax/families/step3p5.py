@@ -35,14 +35,14 @@ class _Layer:
 
 def parse(settings: Settings) -> ModelConfig:
     _refuse_unimplemented(settings)
-    count = settings.integer("num_hidden_layers")
-    num_modules = settings.integer("num_nextn_predict_layers", 0)
+    count = settings.count("num_hidden_layers")
+    num_modules = settings.count("num_nextn_predict_layers", 0)
     listed = _listed(settings, count, num_modules)
     scaling = _scaling(settings)
     full, sliding = _heads(settings)
-    experts = _experts(settings, count)
+    experts = _experts(settings, count + num_modules)
     dense = settings.integer("intermediate_size")
-    mixture = _mixture(settings) if experts else None
+    mixture = _mixture(settings) if experts or "moe_num_experts" in settings else None
 
     def layer(index: int) -> LayerSpec:
         one = listed[index]
@@ -88,47 +88,48 @@ def _refuse_unimplemented(settings: Settings) -> None:
 
 def _listed(settings: Settings, count: int, num_modules: int) -> list[_Layer]:
     """The per-layer lists; entries for modules may be missing and are then the release's."""
-    sliding = _sliding(settings, count, num_modules)
 
-    def numbers(key: str, of_module: float, default: float | None) -> list[float]:
-        total = count + num_modules
+    def entries(key: str, of_module: Any) -> list[Any]:
+        values = settings.listing(key)
+        if len(values) < count:
+            raise settings.error(f"{key} must have {count} entries, got {len(values)}")
+        return [*values, *[of_module] * num_modules][: count + num_modules]
+
+    def numbers(key: str, of_module: float, default: float | None = None) -> list[float]:
         if default is not None and key not in settings:
             return [default] * count + [of_module] * num_modules
-        values = settings.listing(key, length=count)
-        values = [*settings.listing(key), *[of_module] * num_modules][:total]
+        values = entries(key, of_module)
         for value in values:
             if not isinstance(value, int | float | None) or isinstance(value, bool):
                 raise settings.error(f"{key} holds {value!r}, which is no number")
         return [float(value or 0.0) for value in values]
 
-    thetas = numbers("rope_theta", 10000.0, None)
-    partials = numbers("partial_rotary_factors", 1.0, 1.0)
-    limits, shared = (numbers(key, 0.0, 0.0) for key in _LIMITS)
+    kinds = Settings({"layer_types": entries("layer_types", "sliding_attention")})
+    sliding = layer_kinds(kinds, "layer_types", count + num_modules)
+    assert sliding is not None
+    thetas = numbers("rope_theta", 10000.0)
+    partials = numbers("partial_rotary_factors", 1.0, default=1.0)
+    limits, shared = (numbers(key, 0.0, default=0.0) for key in _LIMITS)
     return [
-        _Layer(one, theta, partial, limit or None, shared_limit or None)
-        for one, theta, partial, limit, shared_limit in zip(
+        _Layer(kind == "sliding_attention", theta, partial, limit or None, shared_limit or None)
+        for kind, theta, partial, limit, shared_limit in zip(
             sliding, thetas, partials, limits, shared, strict=True
         )
     ]
 
 
-def _sliding(settings: Settings, count: int, num_modules: int) -> list[bool]:
-    kinds = settings.listing("layer_types", length=count)
-    kinds = settings.listing("layer_types")[: count + num_modules]
-    kinds += ["sliding_attention"] * (count + num_modules - len(kinds))
-    checked = layer_kinds(Settings({"layer_types": kinds}), "layer_types", len(kinds))
-    assert checked is not None
-    return [kind == "sliding_attention" for kind in checked]
-
-
 def _scaling(settings: Settings) -> Scaling:
     """The scaling of full layers' rotary embeddings."""
-    limit = settings.integer("max_position_embeddings", None)
+    limit = settings.integer("max_position_embeddings")
     table = settings.table("rope_scaling") or settings.table("rope_parameters")
     types = settings.listing("yarn_only_types", default=["full_attention"])
     if types != ["full_attention"]:
         raise settings.error(f"yarn_only_types={types} is not implemented")
-    return Scaling() if table is None else read_scaling(table, None, None, limit)
+    if table is None:
+        return Scaling()
+    for key in ("rope_theta", "partial_rotary_factor"):
+        table.only(key)  # each layer has its own
+    return read_scaling(table, None, None, limit)
 
 
 def _heads(settings: Settings) -> tuple[AttentionSpec, AttentionSpec]:
@@ -154,14 +155,19 @@ def _heads(settings: Settings) -> tuple[AttentionSpec, AttentionSpec]:
 
 
 def _experts(settings: Settings, count: int) -> frozenset[int]:
-    """The layers with experts: "3,4,...", or a list."""
+    """Which of `count` layers and modules have experts: "3,4,...", or a list."""
     if isinstance(settings.peek("moe_layers_enum"), list):
-        return frozenset(settings.listing("moe_layers_enum", of=int))
-    named = settings.text("moe_layers_enum", "")
-    parts = [part.strip() for part in named.split(",") if part.strip()]
-    if not all(part.isdecimal() for part in parts):
-        raise settings.error(f"moe_layers_enum must be layers like '3,4', got {named!r}")
-    return frozenset(map(int, parts))
+        found = settings.listing("moe_layers_enum", of=int)
+    else:
+        named = settings.text("moe_layers_enum")
+        parts = [part.strip() for part in named.split(",") if part.strip()]
+        if not all(part.isdecimal() for part in parts):
+            raise settings.error(f"moe_layers_enum must be layers like '3,4', got {named!r}")
+        found = [int(part) for part in parts]
+    for index in found:
+        if not 0 <= index < count:
+            raise settings.error(f"moe_layers_enum must lie in [0, {count}), got {index}")
+    return frozenset(found)
 
 
 def _mixture(settings: Settings) -> MoESpec:

@@ -35,7 +35,7 @@ class ParameterReader:
         self._sources = self._family.sources(config)
         for problem, names in problems(checkpoint, config, expected):
             raise ModelError(f"the checkpoint {problem} {shortened(names)}")
-        self._check_copies()
+        self._check_copies(config)
         self._position = {name: index for index, name in enumerate(checkpoint.names())}
 
     def read(self, path: str, dtype: np.dtype) -> np.ndarray:
@@ -47,10 +47,10 @@ class ParameterReader:
         """Where the parameter's tensor lies among all, for reading file after file."""
         return self._position[self._sources[path].names[0]]
 
-    def _check_copies(self) -> None:
+    def _check_copies(self, config: ModelConfig) -> None:
         """Tensors that repeat others must hold the same."""
         names = self._checkpoint.names()
-        for copy, original in _copies(self._family, self._checkpoint.config).items():
+        for copy, original in _copies(self._family, config).items():
             if copy not in names or original not in names:
                 continue
             if not np.array_equal(self._checkpoint.read(copy), self._checkpoint.read(original)):

@@ -151,10 +151,16 @@ def test_mimo_modules() -> None:
         ([2, 3], {}, (2, 3)),
         (2, {"eos_token_id": [5, 2]}, (5, 2)),
         (None, {"eos_token_id": 7}, (7,)),
+        ([2, 64, -1], {"eos_token_id": [1000, 5]}, (5, 2)),  # a vocabulary of 64
     ],
 )
 def test_eos_tokens_of_both_files(own: Any, generation: dict[str, Any], expected: Any) -> None:
     assert parse_config(tiny_config(eos_token_id=own), generation).eos_token_ids == expected
+
+
+def test_wrong_ids_name_their_file() -> None:
+    with pytest.raises(ModelError, match=r"generation_config\.json sets eos_token_id='2', which"):
+        parse_config(tiny_config(), {"eos_token_id": "2"})
 
 
 LLAMA3 = {
@@ -192,7 +198,6 @@ LLAMA3 = {
         ("llama", {"num_attention_heads": 3}, r"num_heads \(3\)"),
         ("llama", {"num_attention_heads": 0, "head_dim": None}, r"heads \(0\) must"),
         ("llama", {"num_hidden_layers": 0}, "at least one layer"),
-        ("llama", {"eos_token_id": 64}, "eos_token_ids"),
         ("llama", {"hidden_size": "big"}, "hidden_size='big', which is not an integer"),
         ("llama", {"vocab_size": 64.0}, r"vocab_size=64\.0, which is not an integer"),
         ("llama", {"num_key_value_heads": True}, "num_key_value_heads=True"),
@@ -207,9 +212,19 @@ LLAMA3 = {
         ("llama", {"rope_scaling": "llama3"}, "rope_scaling='llama3', which is not an object"),
         ("llama", {"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor='8', which is not a number"),
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor"),
-        ("llama", {"eos_token_id": "2"}, "eos_token_id='2' is neither a token id nor a list"),
+        ("llama", {"eos_token_id": "2"}, "sets eos_token_id='2', which is neither a token id"),
         ("llama", {"eos_token_id": [2.0]}, "eos_token_id"),
-        ("mimo", {"num_hidden_layers": -1}, "at least one layer"),
+        ("mimo", {"num_hidden_layers": -1}, r"num_hidden_layers must lie in \[0, 10000\], got -1"),
+        ("mimo", {"num_nextn_predict_layers": -1}, r"predict_layers must lie in .* got -1"),
+        ("mimo", {"num_nextn_predict_layers": 10**9}, r"predict_layers must lie in"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window needs sliding_window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4}, "and max_window_layers"),
+        ("qwen2", {"attention_bias": 1}, "attention_bias=1, which is not implemented"),
+        (
+            "llama",
+            {"rope_scaling": LLAMA3 | {"type": "linear"}},
+            "rope_scaling of config.json sets type='linear'",
+        ),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["chunked", "x"]},
