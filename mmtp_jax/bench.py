@@ -136,6 +136,8 @@ def latency(arguments: argparse.Namespace) -> dict[str, Any]:
             dtype=arguments.dtype,
             seed=arguments.seed,
             load_format=arguments.load_format,
+            hf_overrides=arguments.hf_overrides,
+            tensor_parallel_size=arguments.tensor_parallel_size,
             max_model_len=arguments.max_model_len,
             max_num_seqs=batch,
             max_num_batched_tokens=rows,

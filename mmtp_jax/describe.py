@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from rich.filesize import decimal
 
-from mmtp_jax.cache.layout import GroupSpec
 from mmtp_jax.cache.pages import bytes_per_page
+from mmtp_jax.cache.pool import CacheGroup
+from mmtp_jax.config import EngineConfig
 from mmtp_jax.families.registry import FAMILIES
 from mmtp_jax.models.model import ModelGraph
 from mmtp_jax.specs import (
@@ -47,22 +48,27 @@ def describe_model(graph: ModelGraph) -> Iterator[str]:
 
 
 def describe_cache(
-    graph: ModelGraph, page_size: int, dtype: np.dtype, context: int
+    graph: ModelGraph, config: EngineConfig, dtype: np.dtype, context: int
 ) -> Iterator[str]:
     """Bytes per position of every cache group, and what one request of `context` positions takes,
     line by line."""
-    total = 0
+    total, page_size = 0, config.cache.page_size
     for group in graph.layout.groups:
-        each = bytes_per_page(group, page_size, dtype) // page_size
-        held = _held(group, page_size, context, graph.config.num_modules)
-        total += each * held
+        pages = CacheGroup(
+            group.name, group.owner, group.window, 0, page_size
+        ).pages_for_one_request(graph.config.num_modules, context, config.max_num_batched_tokens)
+        total += bytes_per_page(group, page_size, dtype) * pages
         window = "all positions" if group.window is None else f"window {group.window}"
         streams = " ".join(name for name, _ in group.streams)
+        each = bytes_per_page(group, 1, dtype)
         yield (
             f"cache         {group.owner}, {group.num_layers} layer(s), {streams}, {window}:"
             f" {each} bytes per token"
         )
-    yield f"memory        {decimal(total)} of cache for one request of {context} tokens"
+    yield (
+        f"memory        {decimal(total)} of cache for one request of {context} tokens in chunks of"
+        f" {config.max_num_batched_tokens}"
+    )
 
 
 def count_parameters(graph: ModelGraph) -> tuple[int, int]:
@@ -83,15 +89,6 @@ def _parameters(graph: ModelGraph) -> Iterator[str]:
             f"published     {published / 1e9:.0f} B: {difference:+.1f} B that are not here"
             " (towers and what the published count includes besides)"
         )
-
-
-def _held(group: GroupSpec, page_size: int, context: int, num_modules: int) -> int:
-    """Positions whose pages a request of `context` positions holds, in whole pages."""
-    held = context
-    if group.window is not None:
-        rewritten = max(num_modules - 1, 0) if group.owner == "modules" else 0
-        held = min(context, group.window + rewritten + page_size)
-    return -(-held // page_size) * page_size
 
 
 def _modules(graph: ModelGraph) -> tuple[LayerSpec, ...]:

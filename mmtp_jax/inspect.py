@@ -37,7 +37,7 @@ def inspect(config: EngineConfig, context: int | None = None) -> tuple[list[str]
     dtype = parameter_dtype(config.dtype)
     total = sum(leaf.num_values * leaf.dtype(dtype).itemsize for leaf in graph.leaves())
     lines.append(f"weights       {decimal(total)} as {dtype}")
-    lines += describe_cache(graph, config.cache.page_size, dtype, context or model.max_position)
+    lines += describe_cache(graph, config, dtype, context or model.max_position)
     refused = []
     if with_weights:
         found = problems(checkpoint, model, graph.shapes())

@@ -46,6 +46,8 @@ ENGINE: dict[str, tuple[str, object]] = {
     "max_num_batched_tokens": ("99", 99),
     "row_multiple": ("64", 64),
     "load_format": ("dummy", "dummy"),
+    "hf_overrides": ('{"mtp_feed": "target"}', {"mtp_feed": "target"}),
+    "tensor_parallel_size": ("2", 2),
 }
 CACHE: dict[str, tuple[str, object]] = {
     "page_size": ("4", 4),

@@ -93,18 +93,6 @@ class CacheManager:
         """The fraction of pages in use in the fullest group."""
         return max(pool.num_referenced / (pool.num_pages - 1) for pool in self.pools)
 
-    def pages_for_one_request(self, group: CacheGroup, max_model_len: int, max_rows: int) -> int:
-        """Pages, the null page aside, that a lone request needs with `max_rows` rows a step.
-
-        A windowed group holds the positions below `computed` that are still read, two steps (one is
-        in flight), the page that these straddle and the source of a copy.
-        """
-        everything = -(-max_model_len // self.page_size)
-        if group.window is None:
-            return everything
-        live = self._reach(group, group.window) + 2 * max_rows
-        return min(everything, -(-live // self.page_size) + 2)
-
     def prefix_keys(self, tokens: Sequence[int]) -> PrefixKeys:
         """Keys over a request's token list, which may grow; they serve all its admissions."""
         return PrefixKeys(tokens, self.page_size)
@@ -188,9 +176,10 @@ class CacheManager:
         The device's table entries stay as they are: no later row reads them. Call after `publish`.
         """
         for group, pool, table in zip(self.groups, self.pools, tables.groups, strict=True):
-            if group.window is None:
+            reach = group.reach(self.num_modules)
+            if reach is None:
                 continue
-            first = max(0, computed - self._reach(group, group.window)) // self.page_size
+            first = max(0, computed - reach) // self.page_size
             first = min(first, len(table.pages))
             for index in range(table.num_retired, first):
                 pool.release(table.pages[index])
@@ -226,11 +215,6 @@ class CacheManager:
                 assert pool.references(page) == len(owners), f"page {page}: references differ"
                 assert len(owners) < 2 or all(owners), f"page {page} is shared and writable"
                 assert pool.key(page) is None or all(owners), f"page {page} can change"
-
-    def _reach(self, group: CacheGroup, window: int) -> int:
-        """How far below `computed` rows still read: modules rewrite the N - 1 last positions."""
-        rewritten = max(self.num_modules - 1, 0) if group.owner == "modules" else 0
-        return window - 1 + rewritten
 
     def _copy_partial_page(
         self, tables: PageTables, sources: Mapping[int, int]

@@ -154,7 +154,7 @@ class Scheduler:
         )
         for group in cache.groups:
             rows = config.max_rows + config.lookahead
-            needed = cache.pages_for_one_request(group, config.max_model_len, rows)
+            needed = group.pages_for_one_request(cache.num_modules, config.max_model_len, rows)
             require(
                 group.num_pages - 1 >= needed,
                 f"num_pages must be >= {needed + 1} for one request of"

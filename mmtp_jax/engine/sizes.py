@@ -4,6 +4,9 @@ memory.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -31,27 +34,51 @@ def cache_groups(
 ) -> tuple[CacheGroup, ...]:
     """The host's view of every group, with its page count (the null page included).
 
-    All groups get the same number of pages, at most what `max_num_seqs` requests of `max_model_len`
-    positions can use twice over. Raises `ConfigError` if the budget holds no page at all.
+    With `num_pages` all groups get that many. Otherwise they share the budget: each gets the same
+    number of pages, but none more than `max_num_seqs` requests of `max_model_len` positions can use
+    twice over, which for a windowed group is little. Raises `ConfigError` if the budget holds no
+    page at all.
     """
-    pages, page_size = config.cache.num_pages, config.cache.page_size
-    if pages is None:
-        cost = sum(bytes_per_page(group, page_size, dtype) for group in layout.groups)
-        budget = cache_budget(config.cache)
-        useful = 2 * config.max_num_seqs * -(-max_model_len // page_size) + 1
-        pages = min(budget // cost, useful)
-        if pages < 2:
-            raise ConfigError(
-                f"the cache budget of {budget} bytes holds no page of {cost} bytes;"
-                " raise cache_bytes or memory_fraction"
-            )
-    return tuple(
-        CacheGroup(group.name, group.owner, group.window, pages, page_size)
+    page_size = config.cache.page_size
+    groups = tuple(
+        CacheGroup(group.name, group.owner, group.window, config.cache.num_pages or 0, page_size)
         for group in layout.groups
+    )
+    if config.cache.num_pages is not None:
+        return groups
+    costs = [bytes_per_page(group, page_size, dtype) for group in layout.groups]
+    useful = [
+        1 + 2 * config.max_num_seqs * _pages_of_one(group, layout, config, max_model_len)
+        for group in groups
+    ]
+
+    def total(pages: int) -> int:
+        return sum(min(pages, most) * cost for most, cost in zip(useful, costs, strict=True))
+
+    budget = cache_budget(config.cache)
+    if total(2) > budget:
+        raise ConfigError(
+            f"the cache budget of {budget} bytes holds no page of {sum(costs)} bytes;"
+            " raise cache_bytes or memory_fraction"
+        )
+    pages = bisect.bisect_right(range(max(useful) + 1), budget, key=total) - 1
+    return tuple(
+        dataclasses.replace(group, num_pages=min(pages, most))
+        for group, most in zip(groups, useful, strict=True)
     )
 
 
 def fit_model_len(layout: CacheLayout, config: EngineConfig, dtype: np.dtype, wanted: int) -> int:
     """The largest context up to `wanted` that one request can fill with this cache."""
-    groups = cache_groups(layout, config, dtype, wanted)
-    return min(wanted, (groups[0].num_pages - 1) * config.cache.page_size)
+    fitting = wanted
+    for group in cache_groups(layout, config, dtype, wanted):
+        if group.num_pages - 1 < _pages_of_one(group, layout, config, wanted):
+            fitting = min(fitting, (group.num_pages - 1) * config.cache.page_size)
+    return fitting
+
+
+def _pages_of_one(
+    group: CacheGroup, layout: CacheLayout, config: EngineConfig, max_model_len: int
+) -> int:
+    rows = config.max_num_batched_tokens + config.speculative.num_drafts
+    return group.pages_for_one_request(len(layout.modules), max_model_len, rows)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul import reference, triton, xla
 
-IMPLEMENTATIONS = {"xla": xla.grouped_matmul, "reference": reference.grouped_matmul}
+IMPLEMENTATIONS = {
+    "triton": triton.grouped_matmul,
+    "xla": xla.grouped_matmul,
+    "reference": reference.grouped_matmul,
+}
 
 
 def grouped_matmul(
@@ -14,16 +19,19 @@ def grouped_matmul(
     matrices: Float[Array, "E K N"],
     sizes: Int[Array, " E"],
     *,
-    implementation: str = "xla",
+    implementation: str | None = None,
 ) -> Float[Array, "M N"]:
     """Rows sorted by group times their group's matrix: the first `sizes[0]` rows times
     `matrices[0]`, and so on. Rows past `sum(sizes)` give zeros, whatever they hold.
 
-    Accumulation is float32; the result has the rows' dtype.
+    Accumulation is float32; the result has the rows' dtype. The default implementation is "triton"
+    on a GPU and "xla" elsewhere.
 
     Raises:
         ValueError: an unknown implementation, or shapes that do not fit together.
     """
+    if implementation is None:
+        implementation = "triton" if jax.default_backend() == "gpu" else "xla"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"

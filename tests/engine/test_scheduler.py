@@ -263,7 +263,10 @@ def share_the_copy_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def retire_what_modules_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheManager, "_reach", lambda cache, group, window: window - 1)
+    def reach(group: CacheGroup, num_modules: int) -> int | None:
+        return None if group.window is None else group.window - 1
+
+    monkeypatch.setattr(CacheGroup, "reach", reach)
 
 
 def restart_after_the_module_hit(monkeypatch: pytest.MonkeyPatch) -> None:

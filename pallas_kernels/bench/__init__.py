@@ -1,0 +1,1 @@
+"""Measurements of the kernels on a GPU; results are kept under `results/`."""

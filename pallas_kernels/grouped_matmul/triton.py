@@ -1,0 +1,94 @@
+"""Triton-lowered Pallas kernel: one program per block of a group's rows and strip of columns.
+
+A block holds rows of one group only, so a group's rows are rounded up to whole blocks. How many
+blocks there are is known on the device; the grid covers the most there can be (one part-filled
+block per group), and programs without a block end at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels._compat import compiler_params, dot, load, store
+
+BLOCK_N, BLOCK_K = 64, 64
+
+
+def block_rows(num_rows: int, num_groups: int) -> int:
+    """Rows of a block: about as many as a group has on average, 16 (the least a matrix unit takes)
+    to 128."""
+    mean = -(-num_rows // num_groups)
+    return min(max(16, 1 << (mean - 1).bit_length()), 128)
+
+
+def _kernel(
+    rows_ref: Any,
+    matrices_ref: Any,
+    group_ref: Any,
+    first_ref: Any,
+    last_ref: Any,
+    out_ref: Any,
+    *,
+    block_m: int,
+) -> None:
+    num_rows, inner = rows_ref.shape
+    columns = matrices_ref.shape[2]
+    block, strip = pl.program_id(0), pl.program_id(1)
+    group, first, last = group_ref[block], first_ref[block], last_ref[block]
+
+    @pl.when(first < last)
+    def multiply() -> None:
+        row = first + jnp.arange(block_m)
+        row = jnp.where(row < last, row, num_rows)
+        column = strip * BLOCK_N + jnp.arange(BLOCK_N)
+        real_row, real_column = (row < num_rows)[:, None], (column < columns)[None, :]
+
+        def add(step: Array, total: Array) -> Array:
+            k = step * BLOCK_K + jnp.arange(BLOCK_K)
+            real = k < inner
+            left = load(
+                rows_ref.at[row[:, None], k[None, :]], mask=real_row & real[None, :], other=0
+            )
+            right = load(
+                matrices_ref.at[group, k[:, None], column[None, :]],
+                mask=real[:, None] & real_column,
+                other=0,
+            )
+            return total + dot(left, right, allow_tf32=False)
+
+        zeros = jnp.zeros((block_m, BLOCK_N), jnp.float32)
+        total = jax.lax.fori_loop(0, pl.cdiv(inner, BLOCK_K), add, zeros)
+        target = out_ref.at[row[:, None], column[None, :]]
+        store(target, total.astype(out_ref.dtype), mask=real_row & real_column)
+
+
+def grouped_matmul(
+    rows: Float[Array, "M K"], matrices: Float[Array, "E K N"], sizes: Int[Array, " E"]
+) -> Float[Array, "M N"]:
+    """See `api.grouped_matmul`. Interpreted on a CPU."""
+    num_rows, num_groups, columns = rows.shape[0], *matrices.shape[::2]
+    block_m = block_rows(num_rows, num_groups)
+    blocks = (sizes + block_m - 1) // block_m  # of each group
+    last_block, last_row = jnp.cumsum(blocks), jnp.cumsum(sizes)
+    block = jnp.arange(-(-num_rows // block_m) + min(num_groups, num_rows))
+    group = jnp.searchsorted(last_block, block, side="right", method="compare_all")
+    real = group < num_groups
+    group = jnp.where(real, group, 0)
+    within = block - (last_block[group] - blocks[group])
+    first = last_row[group] - sizes[group] + within * block_m
+    last = jnp.where(real, last_row[group], 0)
+    y = pl.pallas_call(
+        functools.partial(_kernel, block_m=block_m),
+        out_shape=jax.ShapeDtypeStruct((num_rows, columns), rows.dtype),
+        grid=(block.shape[0], pl.cdiv(columns, BLOCK_N)),
+        compiler_params=compiler_params(num_warps=4, num_stages=3),
+        interpret=jax.default_backend() == "cpu",
+        name="grouped_matmul",
+    )(rows, matrices, *(x.astype(jnp.int32) for x in (group, first, last)))
+    return jnp.where((jnp.arange(num_rows) < last_row[-1])[:, None], y, 0)

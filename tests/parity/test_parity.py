@@ -1,0 +1,82 @@
+"""Every family against an independent implementation (see make_goldens.py), in float32.
+
+Scores, module by module, and a greedy continuation that speculation must not change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmtp_jax import LLM, SamplingParams
+
+GOLDENS = Path(__file__).parent / "goldens"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+TOLERANCE = 5e-5  # of the largest logit
+
+
+def load(name: str, **options: object) -> LLM:
+    """An engine of one small program; every window and chunk size is another."""
+    return LLM(
+        str(GOLDENS / name),
+        dtype="float32",
+        progress=False,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        row_multiple=32,
+        page_size=4,
+        num_pages=65,
+        **options,
+    )
+
+
+def check_close(got: np.ndarray, want: np.ndarray) -> None:
+    known = np.isfinite(want)
+    np.testing.assert_array_equal(np.isfinite(got), known)
+    error = np.abs(got - want)[known].max()
+    assert error <= TOLERANCE * np.abs(want[known]).max()
+
+
+def greedy(llm: LLM, golden: dict[str, np.ndarray]) -> list[int]:
+    """As many tokens as the golden continuation has."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=len(golden["continuation"]), ignore_eos=True
+    )
+    (output,) = llm.generate([golden["prompt"].tolist()], params)
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_and_greedy_text(name: str) -> None:
+    golden = dict(np.load(GOLDENS / name / "golden.npz"))
+    with load(name) as llm:
+        scores = llm.score(golden["tokens"].tolist())
+        check_close(scores["logits"], golden["logits"])
+        assert len(scores["mtp_logits"]) == len(golden["module_logits"])
+        for got, want in zip(scores["mtp_logits"], golden["module_logits"], strict=True):
+            check_close(got, want)
+        assert greedy(llm, golden) == golden["continuation"].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("inkling", {"mtp_embed_norm": False}, "module_logits_raw_embed"),
+        (
+            "step3p5",
+            {"mtp_target_hidden": "post", "mtp_feed": "chain_post"},
+            "module_logits_post",
+        ),
+    ],
+)
+def test_wirings_that_engines_disagree_about(
+    name: str, overrides: dict[str, object], expected: str
+) -> None:
+    golden = dict(np.load(GOLDENS / name / "golden.npz"))
+    with load(name, hf_overrides=overrides) as llm:
+        scores = llm.score(golden["tokens"].tolist())
+    for got, want in zip(scores["mtp_logits"], golden[expected], strict=True):
+        check_close(got, want)
