@@ -46,6 +46,16 @@ class Exactness:
             ids = prompt(length)
             assert engine.generate(ids, wrong=None) == list(engine.text(ids, 8))
 
+    def test_log_probabilities_are_those_of_the_oracle(self, engine: Harness) -> None:
+        engine.reset()
+        ids = prompt(7)
+        params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
+        text = [*ids, *engine.generate(ids, params, wrong=None)]
+        logits = engine.oracle.trace(text).logits[len(ids) - 1 : -1]
+        want = np.max(logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True)), axis=1)
+        got = [entry.chosen for delta in engine.deltas for entry in delta.logprobs or ()]
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
     @settings(max_examples=12, suppress_health_check=list(HealthCheck))
     @given(data=st.data())
     def test_any_history_of_accepted_and_verified_counts(
