@@ -132,7 +132,9 @@ def deepseek() -> ModelConfig:
         concat="embed_first",
         target_hidden="post",
     )
-    whole = replace(attention, query_rank=None, rope=replace(yarn, truncate=False))
+    # Without the query's rank, but with a window and biases, which no released checkpoint has.
+    rope = replace(yarn, truncate=False)
+    whole = replace(attention, query_rank=None, rope=rope, bias=True, window=9)
     layers = (LayerSpec(whole, DENSE), layer)
     return replace(model(layers, mtp), tie_embeddings=False)
 

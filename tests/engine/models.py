@@ -8,7 +8,9 @@ from mmtp_jax.specs import (
     AttentionSpec,
     DenseSpec,
     LayerSpec,
+    LogScaling,
     ModelConfig,
+    MoESpec,
     MTPConfig,
     RopeConfig,
 )
@@ -64,8 +66,19 @@ def narrow(num_modules: int) -> ModelConfig:
 
 
 def repeated(repeats: int) -> ModelConfig:
-    """A lone module that drafts several tokens."""
-    return model((GLOBAL,), MTPConfig((GLOBAL,), repeats=repeats))
+    """A lone module that drafts several tokens, with options that no family's modules have."""
+    attention = AttentionSpec(
+        2,
+        1,
+        8,
+        RopeConfig(8, theta=100.0, scaling="linear", factor=2.0),
+        window=5,
+        output_bias=True,
+        log_scaling=LogScaling(4, alpha=0.5),
+    )
+    experts = MoESpec(6, 2, 12, selection_bias=False, normalize=False)
+    module = LayerSpec(attention, experts, conv_taps=4)
+    return model((GLOBAL,), MTPConfig((module,), repeats=repeats))
 
 
 def plain() -> ModelConfig:

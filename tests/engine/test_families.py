@@ -15,7 +15,8 @@ from engine.families import (
     step,
 )
 from engine.harness import Harness
-from engine.suite import Exactness, built
+from engine.models import VOCAB
+from engine.suite import Exactness, built, prompt
 
 MODELS = {
     "inkling": inkling,
@@ -36,3 +37,11 @@ def engine(request: pytest.FixtureRequest) -> Harness:
 
 class TestFamilies(Exactness):
     pass
+
+
+@pytest.mark.parametrize("engine", ["inkling"], indirect=True)
+def test_padding_of_the_embedding_may_be_in_prompts_but_is_never_drawn(engine: Harness) -> None:
+    engine.reset()
+    ids = [VOCAB, *prompt(5), VOCAB + 7]
+    assert max(engine.generate(ids, wrong=None)) < VOCAB
+    assert engine.output == {name: list(engine.text(ids, 8)) for name in engine.output}
