@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,59 +9,12 @@ from flax import nnx
 
 from mmtp_jax.cache.layout import cache_layout
 from mmtp_jax.models.parts import RMSNorm
-from mmtp_jax.models.rotary import rotary_frequencies, rotate
 from mmtp_jax.models.rows import pack_rows
-from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, RopeConfig
+from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
 
 
 def layer(kv_heads: int = 2, window: int | None = None, conv_taps: int = 0) -> LayerSpec:
     return LayerSpec(AttentionSpec(4, kv_heads, 8, window=window), DenseSpec(8), conv_taps)
-
-
-def llama3_frequency(frequency: float, rope: RopeConfig) -> float:
-    """One frequency of Llama 3.1's scaling, case by case."""
-    wavelength = 2 * math.pi / frequency
-    if wavelength > rope.original_max_position / rope.low_freq_factor:
-        return frequency / rope.factor
-    if wavelength < rope.original_max_position / rope.high_freq_factor:
-        return frequency
-    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    return (1 - smooth) * frequency / rope.factor + smooth * frequency
-
-
-def test_llama3_scaling() -> None:
-    rope = RopeConfig(
-        128,
-        theta=5e5,
-        scaling="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position=8192,
-    )
-    plain = [rope.theta ** (-2 * i / rope.dim) for i in range(rope.dim // 2)]
-    want = [llama3_frequency(frequency, rope) for frequency in plain]
-    assert want != plain and want[0] == plain[0] and want[-1] == plain[-1] / 8
-    np.testing.assert_allclose(rotary_frequencies(rope), want, rtol=2e-6)
-
-
-def test_partial_rotation_turns_pairs_half_a_rotation_apart() -> None:
-    x = np.random.default_rng(0).standard_normal((5, 2, 8)).astype(np.float32)
-    position = np.array([0, 1, 7, 100, 3], np.int32)
-    rope = RopeConfig(4, theta=100.0)
-    got = np.asarray(rotate(jnp.asarray(x), jnp.asarray(position), rope))
-    np.testing.assert_array_equal(got[..., 4:], x[..., 4:])
-    np.testing.assert_array_equal(got[0], x[0])
-    for row, at in enumerate(position):
-        for i in range(2):
-            angle = at * 100.0 ** (-i / 2)
-            a, b = x[row, :, i], x[row, :, i + 2]
-            turned = a * math.cos(angle) - b * math.sin(angle)
-            np.testing.assert_allclose(got[row, :, i], turned, atol=1e-5)
-            turned = b * math.cos(angle) + a * math.sin(angle)
-            np.testing.assert_allclose(got[row, :, i + 2], turned, atol=1e-5)
 
 
 @pytest.mark.parametrize("style", ["plain", "one_plus"])
