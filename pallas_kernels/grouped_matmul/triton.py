@@ -8,6 +8,7 @@ block per group), and programs without a block end at once.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,14 +18,27 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import compiler_params, dot, load, store
 
-BLOCK_N, BLOCK_K = 64, 64
+
+@dataclass(frozen=True)
+class Config:
+    """Rows of a block, columns of a strip, entries summed up at a time, and how it is compiled."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
 
 
-def block_rows(num_rows: int, num_groups: int) -> int:
-    """Rows of a block: about as many as a group has on average, 16 (the least a matrix unit takes)
-    to 128."""
+def config_for(num_rows: int, num_groups: int) -> Config:
+    """A block has about as many rows as a group on average, but at least 16, the fewest that a
+    matrix unit takes."""
     mean = -(-num_rows // num_groups)
-    return min(max(16, 1 << (mean - 1).bit_length()), 128)
+    if mean > 64:
+        return Config(128, 128, 64, num_warps=8, num_stages=3)
+    if mean > 16:
+        return Config(64, 128, 64, num_warps=4, num_stages=3)
+    return Config(16, 64, 64, num_warps=4, num_stages=3)
 
 
 def _kernel(
@@ -35,7 +49,7 @@ def _kernel(
     last_ref: Any,
     out_ref: Any,
     *,
-    block_m: int,
+    config: Config,
 ) -> None:
     num_rows, inner = rows_ref.shape
     columns = matrices_ref.shape[2]
@@ -44,13 +58,13 @@ def _kernel(
 
     @pl.when(first < last)
     def multiply() -> None:
-        row = first + jnp.arange(block_m)
+        row = first + jnp.arange(config.block_m)
         row = jnp.where(row < last, row, num_rows)
-        column = strip * BLOCK_N + jnp.arange(BLOCK_N)
+        column = strip * config.block_n + jnp.arange(config.block_n)
         real_row, real_column = (row < num_rows)[:, None], (column < columns)[None, :]
 
         def add(step: Array, total: Array) -> Array:
-            k = step * BLOCK_K + jnp.arange(BLOCK_K)
+            k = step * config.block_k + jnp.arange(config.block_k)
             real = k < inner
             left = load(
                 rows_ref.at[row[:, None], k[None, :]], mask=real_row & real[None, :], other=0
@@ -62,18 +76,22 @@ def _kernel(
             )
             return total + dot(left, right, allow_tf32=False)
 
-        zeros = jnp.zeros((block_m, BLOCK_N), jnp.float32)
-        total = jax.lax.fori_loop(0, pl.cdiv(inner, BLOCK_K), add, zeros)
+        zeros = jnp.zeros((config.block_m, config.block_n), jnp.float32)
+        total = jax.lax.fori_loop(0, pl.cdiv(inner, config.block_k), add, zeros)
         target = out_ref.at[row[:, None], column[None, :]]
         store(target, total.astype(out_ref.dtype), mask=real_row & real_column)
 
 
 def grouped_matmul(
-    rows: Float[Array, "M K"], matrices: Float[Array, "E K N"], sizes: Int[Array, " E"]
+    rows: Float[Array, "M K"],
+    matrices: Float[Array, "E K N"],
+    sizes: Int[Array, " E"],
+    config: Config | None = None,
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`. Interpreted on a CPU."""
     num_rows, num_groups, columns = rows.shape[0], *matrices.shape[::2]
-    block_m = block_rows(num_rows, num_groups)
+    config = config_for(num_rows, num_groups) if config is None else config
+    block_m = config.block_m
     blocks = (sizes + block_m - 1) // block_m  # of each group
     last_block, last_row = jnp.cumsum(blocks), jnp.cumsum(sizes)
     block = jnp.arange(-(-num_rows // block_m) + min(num_groups, num_rows))
@@ -84,10 +102,10 @@ def grouped_matmul(
     first = last_row[group] - sizes[group] + within * block_m
     last = jnp.where(real, last_row[group], 0)
     y = pl.pallas_call(
-        functools.partial(_kernel, block_m=block_m),
+        functools.partial(_kernel, config=config),
         out_shape=jax.ShapeDtypeStruct((num_rows, columns), rows.dtype),
-        grid=(block.shape[0], pl.cdiv(columns, BLOCK_N)),
-        compiler_params=compiler_params(num_warps=4, num_stages=3),
+        grid=(block.shape[0], pl.cdiv(columns, config.block_n)),
+        compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=jax.default_backend() == "cpu",
         name="grouped_matmul",
     )(rows, matrices, *(x.astype(jnp.int32) for x in (group, first, last)))

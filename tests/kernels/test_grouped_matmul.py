@@ -1,4 +1,5 @@
-"""Grouped products of sorted rows: "xla" against "reference", and "reference" against NumPy."""
+"""Grouped products of sorted rows: every implementation against NumPy ("triton" is interpreted on a
+CPU), its lowering for CUDA, and the kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 
-IMPLEMENTATIONS = ("xla", "reference")
+IMPLEMENTATIONS = ("triton", "xla", "reference")
 ROWS, GROUPS, INNER, OUTER = 70, 5, 24, 10
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
 
@@ -117,3 +119,47 @@ def test_an_unknown_implementation_is_refused() -> None:
     rows, matrices = (jnp.asarray(array) for array in make("float32"))
     with pytest.raises(ValueError, match=r"must be one of .*xla, reference, got 'cuda'"):
         grouped_matmul(rows, matrices, jnp.zeros(GROUPS, jnp.int32), implementation="cuda")
+
+
+CUDA = AbstractMesh(
+    (),
+    (),
+    (),
+    abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu"),
+)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("num_rows", [1, 54, 1000, 24576])  # every block size
+def test_lowers_for_cuda(num_rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd sizes too: blocks are powers of two, the arrays are not."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    shapes = ((num_rows, 2050), (64, 2050, 770))
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((64,), jnp.int32)
+    with jax.sharding.use_abstract_mesh(CUDA):
+        traced = jax.jit(grouped_matmul).trace(*arguments, sizes)
+        assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("num_rows", [1, 54, 1000, 24576])
+def test_on_a_gpu(num_rows: int, dtype: str) -> None:
+    """Fresh random inputs against float32; some groups empty, NaN in the rows of none."""
+    rng = np.random.default_rng()
+    groups, inner, columns = 64, 514, 258
+    sizes = rng.multinomial(num_rows - num_rows // 10, rng.dirichlet(np.full(groups, 0.5)))
+    rows = rng.standard_normal((num_rows, inner)).astype(jnp.dtype(dtype))
+    rows[sizes.sum() :] = np.nan
+    matrices = rng.standard_normal((groups, inner, columns)).astype(jnp.dtype(dtype))
+    out = jax.jit(grouped_matmul)(rows, matrices, np.int32(sizes))
+    got = np.asarray(out).astype(np.float64)
+    group = np.repeat(np.arange(groups), sizes)
+    want = np.zeros_like(got)
+    for index in np.unique(group):
+        mine = np.flatnonzero(group == index)
+        want[mine] = rows[mine].astype(np.float64) @ matrices[index].astype(np.float64)
+    assert not got[sizes.sum() :].any()
+    tolerance = {"float32": 1e-5, "bfloat16": 1e-2}[dtype]
+    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
