@@ -48,10 +48,11 @@ def assert_equals_checkpoint(loaded: LoadedModel, modules: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shipped", "config", "modules", "multi"),
+    ("shipped", "config", "modules", "multi"),  # one that is repeated is no multi-module MTP
     [
         (0, {}, 0, False),
         (1, {}, 1, False),
+        (1, {"num_speculative_tokens": 4}, 1, False),
         (2, {}, 2, True),
         (3, {}, 3, True),
         (3, {"num_speculative_tokens": 0}, 0, False),
@@ -83,6 +84,17 @@ def test_first_modules_are_loaded(k: int | None) -> None:
     assert loaded.config.speculative.num_speculative_tokens == count
     assert loaded.config.speculative.use_multi_module_mtp() is (count > 1)
     assert_equals_checkpoint(loaded, count)
+
+
+def test_a_lone_module_is_repeated(tmp_path: Path) -> None:
+    model = str(write_tiny_llama(tmp_path, family="mimo", modules=1))
+    once, often = (load(model, {"num_speculative_tokens": k}) for k in (1, 3))
+    config = often.graph.config
+    assert config.mtp is not None
+    assert (config.num_modules, config.mtp.repeats, config.num_drafts) == (1, 3, 3)
+    assert parameters(often).keys() == parameters(once).keys()
+    for name, value in parameters(once).items():
+        np.testing.assert_array_equal(parameters(often)[name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("speculative", [PLAIN, {"num_speculative_tokens": 0}])

@@ -128,6 +128,12 @@ def test_keys_that_change_nothing_are_fine(tmp_path: Path) -> None:
     assert open_checkpoint(path).config.family == "llama"
 
 
+def test_overrides_need_a_config_json(tmp_path: Path) -> None:
+    path, _ = write_tiny_gguf(tmp_path / "m.gguf")
+    with pytest.raises(ModelError, match=r"hf_overrides change a config\.json, which m\.gguf has"):
+        open_checkpoint(path, {"rope_theta": 5.0})
+
+
 # --- tensors ---
 
 
