@@ -19,8 +19,8 @@ from mmtp_jax.specs import DenseSpec, LatentAttentionSpec, LayerSpec, ModelConfi
 def parse(settings: Settings) -> ModelConfig:
     settings.only("hidden_act", "silu")
     settings.only("moe_layer_freq", 1)
-    # What transformers saves besides follows from other keys; its head_dim is that of the rope.
-    settings.ignore("head_dim")
+    # Without meaning for latent attention: one key for all heads, and sizes that other keys give.
+    settings.ignore("num_key_value_heads", "head_dim", "qk_head_dim")
     attention = _attention(settings)
     mixture = LayerSpec(attention, read_mixture(settings))
     dense = LayerSpec(attention, DenseSpec(settings.integer("intermediate_size")))
@@ -43,12 +43,9 @@ def _attention(settings: Settings) -> LatentAttentionSpec:
     nope, rotated = settings.integer("qk_nope_head_dim"), settings.integer("qk_rope_head_dim")
     if rotated < 1 or nope < 1:
         raise settings.error("qk_nope_head_dim and qk_rope_head_dim must be >= 1")
-    heads = settings.integer("num_attention_heads")
-    settings.only("num_key_value_heads", heads)
-    settings.only("qk_head_dim", nope + rotated)
     interleaved = settings.flag("rope_interleave", True)
     return LatentAttentionSpec(
-        num_heads=heads,
+        num_heads=settings.integer("num_attention_heads"),
         latent_rank=settings.integer("kv_lora_rank"),
         nope_dim=nope,
         value_dim=settings.integer("v_head_dim"),

@@ -16,7 +16,7 @@ def parse(settings: Settings) -> ModelConfig:
     settings.only("hidden_act", "silu")
     settings.only("moe_layer_freq", 1)
     attention = _attention(settings)
-    mixture = LayerSpec(attention, read_mixture(settings))
+    mixture = LayerSpec(attention, read_mixture(settings, n_group=1, topk_group=1))
     dense = LayerSpec(attention, DenseSpec(settings.integer("intermediate_size")))
     count = settings.count("num_hidden_layers")
     first = min(settings.count("first_k_dense_replace"), count)

@@ -34,7 +34,7 @@ def parse(settings: Settings) -> ModelConfig:
     full, windowed = _attention(settings)
     mlp, mixture = DenseSpec(settings.integer("intermediate_size")), None
     if not all(dense) or "n_routed_experts" in settings:
-        mixture = read_mixture(settings)
+        mixture = read_mixture(settings, n_group=1, topk_group=1)
     layers = []
     for is_sliding, is_dense in zip(sliding, dense, strict=True):
         attention = windowed if is_sliding else full

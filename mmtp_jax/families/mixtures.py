@@ -6,8 +6,13 @@ from mmtp_jax.families.settings import Settings
 from mmtp_jax.specs import DenseSpec, MoESpec
 
 
-def read_mixture(settings: Settings) -> MoESpec:
-    """Experts under the keys of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
+def read_mixture(settings: Settings, **defaults: int) -> MoESpec:
+    """Experts under the keys of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); `defaults` are what
+    a family has where `n_group` and `topk_group` are absent."""
+
+    def groups(key: str) -> int:
+        return int(settings.integer(key, defaults[key]) if defaults else settings.integer(key))
+
     settings.only("scoring_func", "sigmoid")
     settings.only("topk_method", "noaux_tc")
     size = settings.integer("moe_intermediate_size")
@@ -16,8 +21,8 @@ def read_mixture(settings: Settings) -> MoESpec:
         num_experts=settings.integer("n_routed_experts"),
         top_k=settings.integer("num_experts_per_tok"),
         size=size,
-        num_groups=settings.integer("n_group"),
-        top_groups=settings.integer("topk_group"),
+        num_groups=groups("n_group"),
+        top_groups=groups("topk_group"),
         normalize=settings.flag("norm_topk_prob", True),
         scale=settings.number("routed_scaling_factor", 1.0),
         shared=DenseSpec(shared * size) if shared else None,
