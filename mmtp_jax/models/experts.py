@@ -40,7 +40,8 @@ class Router(nnx.Module):
     ) -> tuple[Int32[Array, "T K"], Float[Array, "T K"], Float[Array, "T S"]]:
         """The chosen experts, their weights and those of the sinks."""
         spec = self.spec
-        logits = x.astype(jnp.float32) @ self.kernel[...].astype(jnp.float32)
+        # A GPU would round the operands to tf32, and close scores would change places.
+        logits = jnp.dot(x.astype(jnp.float32), self.kernel[...], precision="highest")
         scores = jax.nn.sigmoid(logits)
         routed, sinks = scores[:, : spec.num_experts], scores[:, spec.num_experts :]
         chosen = self._choose(routed)
