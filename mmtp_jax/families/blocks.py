@@ -100,6 +100,13 @@ def layer_kinds(
     return found
 
 
+def token_ids(settings: Settings, text: Settings, key: str) -> tuple[int, ...]:
+    """The ids of a model whose `text_config` is `text`: releases may have them outside, and those
+    inside are then transformers' defaults."""
+    outer, inner = settings.token_ids(key), text.token_ids(key)
+    return outer if key in settings else inner
+
+
 def stop_ids(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     """Only the vocabulary's: no logit belongs to a token beyond it, which never ends a text."""
     return tuple(token_id for token_id in token_ids if 0 <= token_id < vocab_size)

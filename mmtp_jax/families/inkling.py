@@ -15,7 +15,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from mmtp_jax.families import tensors
-from mmtp_jax.families.blocks import layer_kinds, stop_ids, wiring
+from mmtp_jax.families.blocks import layer_kinds, stop_ids, token_ids, wiring
 from mmtp_jax.families.family import Family
 from mmtp_jax.families.settings import Settings
 from mmtp_jax.families.tensors import Source, Sources
@@ -90,18 +90,12 @@ def parse(settings: Settings) -> ModelConfig:
         norm_eps=text.number("rms_norm_eps", 1e-6),
         embed_norm=text.flag("use_embed_norm", True),
         logits_divisor=text.number("logits_mup_width_multiplier", 1.0),
-        bos_token_id=next(iter(_token_ids(settings, text, "bos_token_id")), None),
-        eos_token_ids=stop_ids(_token_ids(settings, text, "eos_token_id"), vocab_size),
+        bos_token_id=next(iter(token_ids(settings, text, "bos_token_id")), None),
+        eos_token_ids=stop_ids(token_ids(settings, text, "eos_token_id"), vocab_size),
         mtp=_modules(settings, text, blocks),
     )
     settings.finish()
     return config
-
-
-def _token_ids(settings: Settings, text: Settings, key: str) -> tuple[int, ...]:
-    """The release has them outside text_config; those in it are transformers' defaults."""
-    outer, inner = settings.token_ids(key), text.token_ids(key)
-    return outer if key in settings else inner
 
 
 def _blocks(text: Settings) -> _Blocks:

@@ -21,11 +21,12 @@ from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
 
 _MODULE = "model.mtp.layers."
 _RELEASED_MODULES = 3
+# What transformers rotates of a head where `rope_parameters` do not say.
+_SAVED_PARTIAL = 0.334
 
 
 def parse(settings: Settings) -> ModelConfig:
     settings.only("hidden_act", "silu")
-    settings.only("attention_bias", False)
     settings.only("attention_projection_layout", "split")
     settings.ignore("attention_chunk_size", "hybrid_block_size")
     count = settings.count("num_hidden_layers")
@@ -71,6 +72,7 @@ def _attention(settings: Settings) -> tuple[AttentionSpec, AttentionSpec]:
     head_dim, value_dim = settings.integer("head_dim"), settings.integer("v_head_dim", None)
     full_rope, sliding_rope = _ropes(settings)
     scale = settings.number("attention_value_scale", 1.0)
+    bias = settings.flag("attention_bias", False)
 
     def attention(
         prefix: str, rope: Scaling, window: int | None, sinks: bool, kv_heads: int
@@ -84,6 +86,7 @@ def _attention(settings: Settings) -> tuple[AttentionSpec, AttentionSpec]:
             rope=rope_of(rope, int(size * factor)),
             window=window,
             value_dim=settings.integer(f"{prefix}v_head_dim", value_dim),
+            qkv_bias=bias,
             sinks=sinks,
             value_scale=scale,
         )
@@ -116,6 +119,7 @@ def _ropes(settings: Settings) -> tuple[Scaling, Scaling]:
         if any(kind is None for kind in kinds):
             raise table.error("full_attention and sliding_attention are needed")
         limit = settings.integer("max_position_embeddings")
+        partial = _SAVED_PARTIAL if partial is None else partial
         full, sliding = (read_scaling(kind, None, partial, limit) for kind in kinds if kind)
         if full.theta is None or sliding.theta is None:
             raise table.error("rope_theta is needed for both kinds")

@@ -42,6 +42,9 @@ def parse_config(
     defaults = Settings(generation, where="generation_config.json")
     try:
         model = family.parse(settings)
+        if tensor_names is not None and _saved_by_transformers(config):
+            if not _module_tensors(family, model) & set(tensor_names):
+                model = replace(model, mtp=None)
         stops = (
             *stop_ids(defaults.token_ids("eos_token_id"), model.vocab_size),
             *model.eos_token_ids,
@@ -50,6 +53,21 @@ def parse_config(
         return replace(model, eos_token_ids=tuple(dict.fromkeys(stops)), bos_token_id=starts[0])
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ModelError(f"config.json holds a value that cannot work: {error}") from None
+
+
+def _saved_by_transformers(config: Mapping[str, Any]) -> bool:
+    """Whether transformers 5 wrote the config: it saves the number of modules, but no module."""
+    major, _, _ = str(config.get("transformers_version")).partition(".")
+    return major.isdecimal() and int(major) >= 5
+
+
+def _module_tensors(family: Family, model: ModelConfig) -> set[str]:
+    return {
+        name
+        for path, source in family.sources(model).items()
+        if path.startswith("mtp.")
+        for name in source.names
+    }
 
 
 def _family(config: Mapping[str, Any]) -> Family:

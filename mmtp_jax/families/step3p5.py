@@ -4,71 +4,87 @@ Norms are zero-centred, heads are gated, sliding layers have more heads than ful
 embeddings differ from layer to layer. Modules are sliding, dense layers after the last; they are
 fed the hidden state before the final norm and chain theirs before the head's norm (vLLM, SGLang
 #18564; transformers uses the normed ones: `mtp_target_hidden="post"`, `mtp_feed="chain_post"`).
+
+Step-3.7-Flash (model card of stepfun-ai/Step-3.7-Flash) is this model as `text_config` beside a
+vision tower, which is not run: its tensors and config are skipped. Both dialects of it are read:
+the release's, with the keys of Step-3.5, and that of transformers (`rope_parameters` by kind of
+layer, modules in lists of their own).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mmtp_jax.families import tensors
-from mmtp_jax.families.blocks import finished, layer_kinds, rope_of, wiring
+from mmtp_jax.families.blocks import finished, rope_of, stop_ids, token_ids, wiring
 from mmtp_jax.families.family import Family
-from mmtp_jax.families.rope import Scaling, read_scaling
 from mmtp_jax.families.settings import Settings
+from mmtp_jax.families.step_layers import StepLayer, read_layers
 from mmtp_jax.families.tensors import Source, Sources
 from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, MoESpec
 
-_LIMITS = ("swiglu_limits", "swiglu_limits_shared")
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """What config.json lists layer by layer, the modules last."""
-
-    sliding: bool
-    theta: float
-    partial: float
-    limit: float | None
-    shared_limit: float | None
+# Of Step-3.7's config.json, what describes images.
+_TOWER = (
+    "image_token_id",
+    "image_token_len",
+    "patch_token_len",
+    "projector_bias",
+    "understand_projector_stride",
+    "vision_config",
+)
 
 
 def parse(settings: Settings) -> ModelConfig:
-    _refuse_unimplemented(settings)
-    count = settings.count("num_hidden_layers")
-    num_modules = settings.count("num_nextn_predict_layers", 0)
-    listed = _listed(settings, count, num_modules)
-    scaling = _scaling(settings)
-    full, sliding = _heads(settings)
-    experts = _experts(settings, count + num_modules)
-    dense = settings.integer("intermediate_size")
-    mixture = _mixture(settings) if experts or "moe_num_experts" in settings else None
+    text = settings.table("text_config")
+    if text is None:
+        return _read(settings, settings)
+    settings.ignore(*_TOWER)
+    config = _read(settings, text)
+    settings.finish()
+    return config
 
-    def layer(index: int) -> LayerSpec:
-        one = listed[index]
+
+def _read(settings: Settings, text: Settings) -> ModelConfig:
+    """The model that `text` describes, part of `settings` or the same."""
+    _refuse_unimplemented(text)
+    count = text.count("num_hidden_layers")
+    num_modules = text.count("num_nextn_predict_layers", 0)
+    listed = read_layers(text, count, num_modules)
+    full, sliding = _heads(text, [one.sliding for one in listed], count)
+    dense = text.integer("intermediate_size")
+    mixture = _mixture(text, needed=any(one.experts for one in listed))
+
+    def layer(one: StepLayer) -> LayerSpec:
         attention = sliding if one.sliding else full
-        base = Scaling(one.theta, None, scaling.rope if not one.sliding else Scaling().rope)
-        rope = rope_of(base, int(attention.head_dim * one.partial))
+        assert one.rope.partial is not None
+        rope = rope_of(one.rope, int(attention.head_dim * one.rope.partial))
         mlp: DenseSpec | MoESpec = DenseSpec(dense, limit=one.shared_limit)
-        if mixture is not None and index in experts:
+        if mixture is not None and one.experts:
             assert mixture.shared is not None
             shared = replace(mixture.shared, limit=one.shared_limit)
             mlp = replace(mixture, limit=one.limit, shared=shared)
         return LayerSpec(replace(attention, rope=rope), mlp)
 
+    layers = tuple(map(layer, listed))
     mtp = wiring(
         settings,
-        tuple(layer(count + index) for index in range(num_modules)),
+        layers[count:],
         concat="embed_first",
         target_hidden="pre",
         feed="chain_pre",
         own_head=True,
         zero_first_embedding=False,
     )
-    settings.ignore("max_seq_len")
-    layers = tuple(layer(index) for index in range(count))
-    eps = settings.number("rms_norm_eps", 1e-5)
-    return finished(settings, "step3p5", layers, mtp, norm_eps=eps, norm_style="one_plus")
+    text.ignore("max_seq_len")
+    vocab_size = text.integer("vocab_size")
+    options: dict[str, Any] = {
+        "norm_eps": text.number("rms_norm_eps", 1e-5),
+        "norm_style": "one_plus",
+        "bos_token_id": next(iter(token_ids(settings, text, "bos_token_id")), None),
+        "eos_token_ids": stop_ids(token_ids(settings, text, "eos_token_id"), vocab_size),
+    }
+    return finished(text, "step3p5", layers[:count], mtp, **options)
 
 
 def _refuse_unimplemented(settings: Settings) -> None:
@@ -76,9 +92,9 @@ def _refuse_unimplemented(settings: Settings) -> None:
         settings.only(key, True)
     for key in ("use_moe", "use_moe_router_bias", "norm_expert_weight"):
         settings.only(key, True)
-    settings.only("sink", False)
+    for key in ("sink", "attention_bias", "mlp_bias"):
+        settings.only(key, False)
     settings.only("hidden_act", "silu")
-    settings.only("attention_bias", False)
     settings.only("att_impl_type", "GQA")
     settings.only("moe_router_activation", "sigmoid")
     settings.only("use_rope_layers", [])
@@ -86,94 +102,55 @@ def _refuse_unimplemented(settings: Settings) -> None:
     settings.only("moe_every_n_layer", 1)
 
 
-def _listed(settings: Settings, count: int, num_modules: int) -> list[_Layer]:
-    """The per-layer lists; entries for modules may be missing and are then the release's."""
-
-    def entries(key: str, of_module: Any) -> list[Any]:
-        values = settings.listing(key)
-        if len(values) < count:
-            raise settings.error(f"{key} must have {count} entries, got {len(values)}")
-        return [*values, *[of_module] * num_modules][: count + num_modules]
-
-    def numbers(key: str, of_module: float, default: float | None = None) -> list[float]:
-        if default is not None and key not in settings:
-            return [default] * count + [of_module] * num_modules
-        values = entries(key, of_module)
-        for value in values:
-            if not isinstance(value, int | float | None) or isinstance(value, bool):
-                raise settings.error(f"{key} holds {value!r}, which is no number")
-        return [float(value or 0.0) for value in values]
-
-    kinds = Settings({"layer_types": entries("layer_types", "sliding_attention")})
-    sliding = layer_kinds(kinds, "layer_types", count + num_modules)
-    assert sliding is not None
-    thetas = numbers("rope_theta", 10000.0)
-    partials = numbers("partial_rotary_factors", 1.0, default=1.0)
-    limits, shared = (numbers(key, 0.0, default=0.0) for key in _LIMITS)
-    return [
-        _Layer(kind == "sliding_attention", theta, partial, limit or None, shared_limit or None)
-        for kind, theta, partial, limit, shared_limit in zip(
-            sliding, thetas, partials, limits, shared, strict=True
-        )
-    ]
-
-
-def _scaling(settings: Settings) -> Scaling:
-    """The scaling of full layers' rotary embeddings."""
-    limit = settings.integer("max_position_embeddings")
-    table = settings.table("rope_scaling") or settings.table("rope_parameters")
-    types = settings.listing("yarn_only_types", default=["full_attention"])
-    if types != ["full_attention"]:
-        raise settings.error(f"yarn_only_types={types} is not implemented")
-    if table is None:
-        return Scaling()
-    for key in ("rope_theta", "partial_rotary_factor"):
-        table.only(key)  # each layer has its own
-    return read_scaling(table, None, None, limit)
-
-
-def _heads(settings: Settings) -> tuple[AttentionSpec, AttentionSpec]:
+def _heads(
+    settings: Settings, sliding: list[bool], count: int
+) -> tuple[AttentionSpec, AttentionSpec]:
     """Full and sliding attention, without their rotary embeddings."""
-    options: dict[str, Any] = {"qk_norm": True, "head_gate": True}
+    window = settings.integer("sliding_window", None)
+    if window is None and any(sliding):
+        raise settings.error("there are sliding_attention layers but no sliding_window")
     full = AttentionSpec(
         settings.integer("num_attention_heads"),
-        settings.integer("num_attention_groups"),
+        _integer(settings, "num_attention_groups", "num_key_value_heads"),
         settings.integer("head_dim"),
-        **options,
+        qk_norm=True,
+        head_gate=True,
     )
     other = settings.table("attention_other_setting") or Settings({})
     other.only("attention_type", "sliding_attention")
     other.only("true_head_dim", full.head_dim)
-    sliding = AttentionSpec(
-        other.integer("num_attention_heads", full.num_heads),
-        other.integer("num_attention_groups", full.num_kv_heads),
-        other.integer("head_dim", full.head_dim),
-        window=settings.integer("sliding_window"),
-        **options,
+    heads = settings.integer("num_sliding_attention_heads", full.num_heads)
+    windowed = replace(
+        full,
+        num_heads=other.integer("num_attention_heads", heads),
+        num_kv_heads=other.integer("num_attention_groups", full.num_kv_heads),
+        head_dim=other.integer("head_dim", full.head_dim),
+        window=window,
     )
-    return full, sliding
+    # transformers saves the same once more, layer by layer.
+    table = settings.table("per_layer_config") or Settings({})
+    for index in range(count):
+        if sliding[index] and (one := table.table(str(index))) is not None:
+            one.only("num_attention_heads", windowed.num_heads)
+    settings.only("query_pre_attn_scalar", full.head_dim, float(full.head_dim))
+    return full, windowed
 
 
-def _experts(settings: Settings, count: int) -> frozenset[int]:
-    """Which of `count` layers and modules have experts: "3,4,...", or a list."""
-    if isinstance(settings.peek("moe_layers_enum"), list):
-        found = settings.listing("moe_layers_enum", of=int)
-    else:
-        named = settings.text("moe_layers_enum")
-        parts = [part.strip() for part in named.split(",") if part.strip()]
-        if not all(part.isdecimal() for part in parts):
-            raise settings.error(f"moe_layers_enum must be layers like '3,4', got {named!r}")
-        found = [int(part) for part in parts]
-    for index in found:
-        if not 0 <= index < count:
-            raise settings.error(f"moe_layers_enum must lie in [0, {count}), got {index}")
-    return frozenset(found)
+def _integer(settings: Settings, released: str, saved: str) -> int:
+    """The value under the release's name or the one that transformers saves."""
+    if released not in settings and saved in settings:
+        return int(settings.integer(saved))
+    value: int = settings.integer(released)
+    settings.only(saved, value)
+    return value
 
 
-def _mixture(settings: Settings) -> MoESpec:
+def _mixture(settings: Settings, needed: bool) -> MoESpec | None:
+    if not needed and not any(key in settings for key in ("moe_num_experts", "n_routed_experts")):
+        return None
     return MoESpec(
-        num_experts=settings.integer("moe_num_experts"),
-        top_k=settings.integer("moe_top_k"),
+        num_experts=_integer(settings, "moe_num_experts", "n_routed_experts"),
+        top_k=_integer(settings, "moe_top_k", "num_experts_per_tok"),
         size=settings.integer("moe_intermediate_size"),
         scale=settings.number("moe_router_scaling_factor", 1.0),
         shared=DenseSpec(settings.integer("share_expert_dim")),
@@ -214,4 +191,11 @@ def _layer(path: str, name: str, spec: LayerSpec) -> Sources:
     return found | tensors.dense_mlp(f"{path}.mlp.shared", f"{name}.share_expert")
 
 
-FAMILY = Family("step3p5", ("Step3p5ForCausalLM",), parse, sources)
+FAMILY = Family(
+    "step3p5",
+    ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+    parse,
+    sources,
+    skipped=("vision_model.", "vit_large_projector."),
+    model_types=("step3p7",),
+)
