@@ -18,8 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # that are not named here (the commands, the public API) are the top layer.
 LAYERS: dict[str, int] = {
     "checks": 0,
+    "specs": 0,
     "config": 0,
     "cache": 1,
+    "families": 1,
     "models": 1,
     "sampling": 1,
     "speculative": 1,
@@ -36,6 +38,7 @@ TOP = 4
 HOST_ONLY = (
     "mmtp_jax",
     "mmtp_jax.checks",
+    "mmtp_jax.specs",
     "mmtp_jax.config",
     "mmtp_jax.cache.keys",
     "mmtp_jax.cache.pool",
