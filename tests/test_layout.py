@@ -20,6 +20,7 @@ LAYERS: dict[str, int] = {
     "checks": 0,
     "specs": 0,
     "config": 0,
+    "progress": 0,
     "cache": 1,
     "families": 1,
     "models": 1,
