@@ -7,35 +7,21 @@ released checkpoints have one module.
 from __future__ import annotations
 
 from mmtp_jax.families import tensors
-from mmtp_jax.families.blocks import finished, rope_of, wiring
+from mmtp_jax.families.blocks import rope_of
 from mmtp_jax.families.family import Family
-from mmtp_jax.families.mixtures import read_mixture
+from mmtp_jax.families.mixtures import mixture_model, read_mixture
 from mmtp_jax.families.rope import read_rope
 from mmtp_jax.families.settings import Settings
 from mmtp_jax.families.tensors import Sources
-from mmtp_jax.specs import DenseSpec, LatentAttentionSpec, LayerSpec, ModelConfig
+from mmtp_jax.specs import LatentAttentionSpec, ModelConfig
 
 
 def parse(settings: Settings) -> ModelConfig:
     settings.only("hidden_act", "silu")
-    settings.only("moe_layer_freq", 1)
     # Without meaning for latent attention: one key for all heads, and sizes that other keys give.
     settings.ignore("num_key_value_heads", "head_dim", "qk_head_dim")
-    attention = _attention(settings)
-    mixture = LayerSpec(attention, read_mixture(settings))
-    dense = LayerSpec(attention, DenseSpec(settings.integer("intermediate_size")))
-    count = settings.count("num_hidden_layers")
-    first = min(settings.count("first_k_dense_replace"), count)
-    mtp = wiring(
-        settings,
-        (mixture,) * settings.count("num_nextn_predict_layers", 0),
-        concat="embed_first",
-        target_hidden="post",
-        feed="chain_post",
-        zero_first_embedding=False,
-    )
-    layers = (dense,) * first + (mixture,) * (count - first)
-    return finished(settings, "deepseek_v3", layers, mtp)
+    mixture = read_mixture(settings)
+    return mixture_model(settings, "deepseek_v3", _attention(settings), mixture)
 
 
 def _attention(settings: Settings) -> LatentAttentionSpec:

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from mmtp_jax.families import tensors
-from mmtp_jax.families.blocks import finished, rope_of, wiring
+from mmtp_jax.families.blocks import rope_of
 from mmtp_jax.families.family import Family
-from mmtp_jax.families.mixtures import read_mixture
+from mmtp_jax.families.mixtures import mixture_model, read_mixture
 from mmtp_jax.families.rope import read_rope
 from mmtp_jax.families.settings import Settings
 from mmtp_jax.families.tensors import Sources
-from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
+from mmtp_jax.specs import AttentionSpec, ModelConfig
 
 
 def parse(settings: Settings) -> ModelConfig:
     settings.only("hidden_act", "silu")
-    settings.only("moe_layer_freq", 1)
-    attention = _attention(settings)
-    mixture = LayerSpec(attention, read_mixture(settings, n_group=1, topk_group=1))
-    dense = LayerSpec(attention, DenseSpec(settings.integer("intermediate_size")))
-    count = settings.count("num_hidden_layers")
-    first = min(settings.count("first_k_dense_replace"), count)
-    mtp = wiring(
-        settings,
-        (mixture,) * settings.count("num_nextn_predict_layers", 0),
-        concat="embed_first",
-        target_hidden="post",
-        feed="chain_post",
-        zero_first_embedding=False,
-    )
-    layers = (dense,) * first + (mixture,) * (count - first)
-    return finished(settings, "glm4_moe", layers, mtp)
+    mixture = read_mixture(settings, n_group=1, topk_group=1)
+    return mixture_model(settings, "glm4_moe", _attention(settings), mixture)
 
 
 def _attention(settings: Settings) -> AttentionSpec:

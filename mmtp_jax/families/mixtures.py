@@ -1,9 +1,17 @@
-"""How DeepSeek's line of models configures experts."""
+"""How DeepSeek's line of models configures experts, and the modules that go with them."""
 
 from __future__ import annotations
 
+from mmtp_jax.families.blocks import finished, wiring
 from mmtp_jax.families.settings import Settings
-from mmtp_jax.specs import DenseSpec, MoESpec
+from mmtp_jax.specs import (
+    AttentionSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelConfig,
+    MoESpec,
+)
 
 
 def read_mixture(settings: Settings, **defaults: int) -> MoESpec:
@@ -27,3 +35,27 @@ def read_mixture(settings: Settings, **defaults: int) -> MoESpec:
         scale=settings.number("routed_scaling_factor", 1.0),
         shared=DenseSpec(shared * size) if shared else None,
     )
+
+
+def mixture_model(
+    settings: Settings,
+    family: str,
+    attention: AttentionSpec | LatentAttentionSpec,
+    experts: MoESpec,
+) -> ModelConfig:
+    """`first_k_dense_replace` dense layers, then mixtures; modules are mixtures that take the normed
+    hidden state and chain their own normed output."""
+    settings.only("moe_layer_freq", 1)
+    mixture = LayerSpec(attention, experts)
+    dense = LayerSpec(attention, DenseSpec(settings.integer("intermediate_size")))
+    count = settings.count("num_hidden_layers")
+    first = min(settings.count("first_k_dense_replace"), count)
+    mtp = wiring(
+        settings,
+        (mixture,) * settings.count("num_nextn_predict_layers", 0),
+        concat="embed_first",
+        target_hidden="post",
+        feed="chain_post",
+        zero_first_embedding=False,
+    )
+    return finished(settings, family, (dense,) * first + (mixture,) * (count - first), mtp)
