@@ -43,7 +43,7 @@ def mixture_model(
     attention: AttentionSpec | LatentAttentionSpec,
     experts: MoESpec,
 ) -> ModelConfig:
-    """`first_k_dense_replace` dense layers, then mixtures; modules are mixtures that take the normed
+    """`first_k_dense_replace` dense layers, then mixtures. Modules are mixtures, take the normed
     hidden state and chain their own normed output."""
     settings.only("moe_layer_freq", 1)
     mixture = LayerSpec(attention, experts)

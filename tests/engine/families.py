@@ -97,7 +97,7 @@ def mimo_v2() -> ModelConfig:
 
 def step() -> ModelConfig:
     """Zero-centred norms, gated heads, clamped MLPs, modules with heads of their own."""
-    llama3 = RopeConfig(4, 100.0, scaling="llama3", factor=2.0, original_max_position=32)
+    llama3 = RopeConfig(4, 10.0, scaling="llama3", factor=2.0, original_max_position=32)
     everywhere = AttentionSpec(4, 2, 8, llama3, qk_norm=True, head_gate=True)
     sliding = AttentionSpec(6, 2, 8, RopeConfig(8, 100.0), window=5, qk_norm=True, head_gate=True)
     experts = MoESpec(8, 3, 12, scale=3.0, limit=0.4, shared=DenseSpec(12, limit=0.6))
@@ -115,7 +115,7 @@ def step() -> ModelConfig:
 def deepseek() -> ModelConfig:
     """Latent attention and experts in groups, in the target and in the modules."""
     yarn = RopeConfig(
-        4,
+        8,
         100.0,
         interleaved=True,
         scaling="yarn",
