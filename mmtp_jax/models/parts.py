@@ -31,7 +31,8 @@ def parameter(
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) in float32, cast back, times the scale ("one_plus": times 1 + scale)."""
+    """x / rms(x) in float32, cast back, times the scale ("one_plus": times 1 + scale, in float32:
+    a bfloat16 near 1 has not the digits of one near 0)."""
 
     def __init__(
         self, size: int, config: ModelConfig, axis: str = "hidden", *, eps: float | None = None
@@ -45,7 +46,9 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         scale = self.scale[...]
-        return wide.astype(x.dtype) * (1 + scale if self.one_plus else scale).astype(x.dtype)
+        if self.one_plus:
+            return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
 class Linear(nnx.Module):

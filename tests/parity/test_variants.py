@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from mmtp_jax.families.registry import parse_config
 from mmtp_jax.models.model import model_graph
+from mmtp_jax.models.parts import RMSNorm
 from mmtp_jax.specs import AttentionSpec
 from mmtp_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from mmtp_jax.weights.load import problems
@@ -107,3 +110,16 @@ def test_mimo_v2_flash_rotates_a_third_where_transformers_does() -> None:
     for kind in saved["rope_parameters"].values():
         del kind["partial_rotary_factor"]
     assert parse_config(saved, {}) == expected
+
+
+def test_zero_centred_norms_round_once() -> None:
+    """As transformers does: in bfloat16, 1 + scale would lose most of a small scale."""
+    config = parse_config(config_of("step3p5"), {})
+    norm = RMSNorm(4096, config)
+    scale = jnp.asarray(0.05 * np.random.default_rng(0).standard_normal(4096), jnp.bfloat16)
+    norm.scale = nnx.Param(scale)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4096)), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    want = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + config.norm_eps)
+    want *= 1 + np.asarray(scale, np.float64)
+    np.testing.assert_allclose(np.asarray(norm(x), np.float64), want, rtol=2**-8)
