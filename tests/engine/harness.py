@@ -169,6 +169,7 @@ class Harness:
 
     def reset(self) -> None:
         """End what a failed schedule left; forget cached prefixes, scripts and policies."""
+        self.core.cache.enable_prefix_caching = self.prefix_caching
         self.chunk, self.drafts = (lambda request, limit: limit), None
         scheduler = self.core.scheduler
         for request in [*scheduler.running, *scheduler.waiting]:
