@@ -1,8 +1,9 @@
 """What every test runs under: platform, run-time type checks, compilation cache, GPU marker.
 
-`MMTP_TEST_GPU=1` lets jax use the accelerator; otherwise every test runs on the CPU. Shapes and
-types in the signatures of `mmtp_jax` and `pallas_kernels` are checked at run time, so both packages
-are imported only after this file.
+`MMTP_TEST_GPU=1` lets jax use the accelerator; otherwise every test runs on the CPU, in programs
+that are compiled without optimisation unless `MMTP_TEST_OPTIMIZE=1`. Shapes and types in the
+signatures of `mmtp_jax` and `pallas_kernels` are checked at run time, so both packages are imported
+only after this file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import pytest
 USE_GPU = os.environ.get("MMTP_TEST_GPU") == "1"
 if not USE_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if os.environ.get("MMTP_TEST_OPTIMIZE") != "1":
+        # Most of the time goes to compiling: without LLVM's optimisation it takes half as long.
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 # As in static checking (PEP 484), an int may stand where a float is annotated.
 BEARTYPE = beartype.BeartypeConf(is_pep484_tower=True)
@@ -53,13 +57,30 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` unless a CUDA device is in use."""
+    """Group tests by what is expensive to set up, and skip those marked `gpu` unless a CUDA device
+    is in use."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if marked and not _has_cuda_device():
         skip = pytest.mark.skip(reason="needs a CUDA device and MMTP_TEST_GPU=1")
         for item in marked:
             item.add_marker(skip)
+
+
+def _group(item: pytest.Item) -> str:
+    """The tests that one worker runs: those of a file, of an engine that several tests share, or of
+    the shared servers, so that nothing is compiled twice."""
+    names = getattr(item, "fixturenames", ())
+    if "server" in names or "plain_server" in names:
+        return "shared servers"
+    callspec = getattr(item, "callspec", None)
+    shared = None if callspec is None else callspec.params.get("engine")
+    if shared is not None:
+        return f"{item.path} {shared}"
+    return str(item.path)
 
 
 def _has_cuda_device() -> bool:

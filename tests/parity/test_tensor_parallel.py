@@ -33,10 +33,8 @@ llm.close()
 def test_two_devices_give_the_same_tokens(name: str) -> None:
     golden = np.load(GOLDENS / name / "golden.npz")
     prompt, continuation = golden["prompt"].tolist(), golden["continuation"].tolist()
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, GOLDENS / name, json.dumps(prompt), str(len(continuation))],
         capture_output=True,
