@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.specs import ModelConfig
 
-# Enough for every test but that of preemption, and for one request that a step has preempted.
+# By page size: too few for three long requests at once, enough for what the prefix tests reuse.
 NUM_PAGES = {2: 36, 4: 20, 16: 7}
 
 
 @functools.lru_cache(maxsize=4)
 def built(model: Callable[[], ModelConfig], page_size: int) -> Harness:
-    """An engine, compiled once, whose pages do not suffice for three long requests."""
+    """The engine of a model. Compiling it takes most of a test's time, so a few are kept."""
     return Harness(model(), scripted=True, page_size=page_size, num_pages=NUM_PAGES[page_size])
 
 
