@@ -57,30 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests by what is expensive to set up, and skip those marked `gpu` unless a CUDA device
-    is in use."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    """Skip tests marked `gpu` unless a CUDA device is in use."""
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if marked and not _has_cuda_device():
         skip = pytest.mark.skip(reason="needs a CUDA device and MMTP_TEST_GPU=1")
         for item in marked:
             item.add_marker(skip)
-
-
-def _group(item: pytest.Item) -> str:
-    """The tests that one worker runs: those of a file, of an engine that several tests share, or of
-    the shared servers, so that nothing is compiled twice."""
-    names = getattr(item, "fixturenames", ())
-    if "server" in names or "plain_server" in names:
-        return "shared servers"
-    callspec = getattr(item, "callspec", None)
-    shared = None if callspec is None else callspec.params.get("engine")
-    if shared is not None:
-        return f"{item.path} {shared}"
-    return str(item.path)
 
 
 def _has_cuda_device() -> bool:

@@ -8,15 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtp_jax.config import (
-    CacheConfig,
-    ConfigError,
-    EngineConfig,
-    LayerSpec,
-    ModelConfig,
-    RopeConfig,
-    SpeculativeConfig,
-)
+from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig, SpeculativeConfig
+from mmtp_jax.specs import AttentionSpec, ModelConfig, MTPConfig, RopeConfig
 
 INFINITE = float("inf")
 
@@ -38,6 +31,8 @@ INFINITE = float("inf")
         (EngineConfig, "max_model_len", "64", "an integer or None"),
         (EngineConfig, "speculative", "mtp", "SpeculativeConfig"),
         (EngineConfig, "load_format", [], "'auto' or 'dummy'"),
+        (EngineConfig, "hf_overrides", [], "dict"),
+        (EngineConfig, "tensor_parallel_size", "2", "an integer"),
         (SpeculativeConfig, "num_speculative_tokens", True, "an integer or None"),
         (SpeculativeConfig, "num_speculative_tokens", "3", "an integer or None"),
         (SpeculativeConfig, "method", ["mtp"], "'mtp' or null"),
@@ -55,7 +50,11 @@ def test_descriptions_of_models_are_checked_too() -> None:
     with pytest.raises(ConfigError, match=r"low_freq_factor \(4.0\) must be .* high_freq_factor"):
         RopeConfig(8, scaling="llama3", low_freq_factor=4.0, high_freq_factor=4.0)
     with pytest.raises(ConfigError, match=r"head_dim must be an integer, got 8\.0"):
-        LayerSpec(4, 2, 8.0, 24)  # type: ignore[arg-type]
+        AttentionSpec(4, 2, 8.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"num_heads \(3\) must be a multiple of num_kv_heads"):
+        AttentionSpec(3, 2, 8)
+    with pytest.raises(ConfigError, match="an MTP configuration needs at least one module"):
+        MTPConfig(())
     layer: Any = "layer"
     with pytest.raises(ConfigError, match="layers must be tuple, got"):
         ModelConfig("llama", 64, 32, (layer,), 512)
