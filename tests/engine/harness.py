@@ -26,7 +26,8 @@ from mmtp_jax.models.model import assemble, model_graph, random_value
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.specs import ModelConfig
 
-TOLERANCE = float(1e-4 if jax.default_backend() == "gpu" else 2e-5)
+# Rounding of float32 grows from module to module: 2.1e-5 was seen in the fourth, with convolutions.
+TOLERANCE = float(1e-4 if jax.default_backend() == "gpu" else 4e-5)
 # Scores that differ by less may choose another expert in float32.
 CLEAR = 1e-6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
