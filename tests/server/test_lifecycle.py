@@ -225,7 +225,7 @@ def test_what_cannot_be_served_ends_in_one_line(
         ("--host=no.such.host.invalid", "cannot listen on no.such.host.invalid"),
         ("--chat-template=/nowhere.jinja", "cannot read /nowhere.jinja"),
         ("--dtype=int4", "--dtype"),
-        ("--tensor-parallel-size=2", "unrecognized arguments"),
+        ("--pipeline-parallel-size=2", "unrecognized arguments"),
     ],
 )
 def test_wrong_options_are_refused_at_once(

@@ -113,7 +113,7 @@ def test_requests() -> None:
 
 def test_speculation() -> None:
     metrics = Metrics(MODEL)
-    metrics.know_modules(3)
+    metrics.know_drafts(3)
     metrics.verified(0, 0, 1)  # a first step has no drafts
     metrics.verified(3, 2, 3)
     metrics.verified(2, 0, 1)
@@ -162,7 +162,7 @@ def test_bounds_hold_those_of_vllm(name: str) -> None:
 def test_counting_is_cheap() -> None:
     """64 requests of 200 steps, which may be what a second brings (checks of types included)."""
     metrics = Metrics(MODEL)
-    metrics.know_modules(8)
+    metrics.know_drafts(8)
     one = step()
     begin = time.process_time()
     for _ in range(200):
