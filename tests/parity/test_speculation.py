@@ -54,5 +54,5 @@ def test_any_number_of_drafts(name: str) -> None:
     tight = {"max_num_batched_tokens": 7, "max_num_seqs": 3, "page_size": 2, "max_model_len": 64}
     counts = [*range(1, modules + 1)] if modules > 1 else [1, 2, 4]
     for drafts in [0, *counts]:
-        got = run(name, drafts, num_pages=46, **tight)
+        got = run(name, drafts, num_pages=34, **tight)
         assert got == plain
