@@ -48,7 +48,14 @@ def greedy(llm: LLM, golden: dict[str, np.ndarray]) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# What other goldens cover too: compiling takes most of a test's time.
+COVERED = ("llama_tied", "mimo")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in COVERED else ()) for name in NAMES],
+)
 def test_scores_and_greedy_text(name: str) -> None:
     golden = dict(np.load(GOLDENS / name / "golden.npz"))
     with load(name) as llm:
