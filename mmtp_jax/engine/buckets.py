@@ -46,15 +46,24 @@ def bucket_sizes(
 
 
 def buckets(
-    config: EngineConfig, *, num_modules: int, width: int, num_groups: int, lookahead: int = 0
+    config: EngineConfig,
+    *,
+    num_modules: int,
+    width: int,
+    num_groups: int,
+    lookahead: int = 0,
+    row_counts: tuple[int, ...] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Every program of a configuration; `ConfigError` if one decode window does not fit."""
+    """Every program of a configuration; `ConfigError` if one decode window does not fit.
+
+    `row_counts` replaces the sizes that `bucket_sizes` chooses.
+    """
     require(
         config.max_num_batched_tokens >= width,
         f"max_num_batched_tokens must be >= {width} (num_speculative_tokens + 1),"
         f" got {config.max_num_batched_tokens}",
     )
-    sizes = bucket_sizes(
+    sizes = row_counts or bucket_sizes(
         config.max_num_seqs, config.max_num_batched_tokens, width, config.row_multiple
     )
     made = []

@@ -72,7 +72,10 @@ class _InFlight:
 
 
 class EngineCore:
-    """Requests in, token deltas out. Not thread-safe: one thread calls it."""
+    """Requests in, token deltas out. Not thread-safe: one thread calls it.
+
+    `row_counts` says which step programs to compile, instead of the sizes that `buckets` chooses.
+    """
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class EngineCore:
         chunk_policy: Callable[[Request, int], int] | None = None,
         draft_policy: Callable[[Request], int] | None = None,
         choose_draft: Chooser = sample,
+        row_counts: tuple[int, ...] | None = None,
     ) -> None:
         model = graph.config
         num_modules = model.num_modules
@@ -105,6 +109,7 @@ class EngineCore:
             width=width,
             num_groups=len(groups),
             lookahead=lookahead,
+            row_counts=row_counts,
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
