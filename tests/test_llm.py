@@ -179,6 +179,14 @@ def test_compiled_programs_are_kept_under_a_lock(
     programs.enable_compilation_cache(tmp_path / "new" / "xla")
     assert jax_settings["jax_compilation_cache_dir"] == str(tmp_path / "new" / "xla")
     assert jax_settings["jax_compilation_cache_max_size"] > 0  # without a limit jax takes no lock
+    assert "jax_persistent_cache_enable_xla_caches" not in jax_settings
+
+
+def test_jax_keeps_what_kernels_were_tuned_to() -> None:
+    """By default, in a folder below that of the compiled programs."""
+    assert jax.config.jax_persistent_cache_enable_xla_caches == (
+        "xla_gpu_per_fusion_autotune_cache_dir"
+    )
 
 
 def test_compiled_programs_of_a_read_only_directory_are_used(
@@ -188,6 +196,7 @@ def test_compiled_programs_of_a_read_only_directory_are_used(
     programs.enable_compilation_cache(tmp_path)
     assert jax_settings["jax_compilation_cache_dir"] == str(tmp_path)
     assert "jax_compilation_cache_max_size" not in jax_settings
+    assert jax_settings["jax_persistent_cache_enable_xla_caches"] is None
 
 
 def test_programs_need_no_directory(tmp_path: Path, jax_settings: dict[str, Any]) -> None:

@@ -34,7 +34,8 @@ MASKS_PER_UPLOAD = 8
 
 
 def enable_compilation_cache(directory: Path) -> None:
-    """Keep compiled programs on disk unless the user chose a directory of their own.
+    """Keep compiled programs, and below them what a GPU's kernels were tuned to (jax's default), on
+    disk unless the user chose a directory of their own.
 
     Without a directory to write to, every start compiles anew: that is worth a warning only.
     """
@@ -48,9 +49,12 @@ def enable_compilation_cache(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     # With a limit jax locks the directory, else another process may read a half-written entry.
-    # Where nobody can write, the lock could not be taken and is not needed.
+    # Where nobody can write, the lock could not be taken and is not needed, and XLA fails where it
+    # cannot write what it tuned.
     if os.access(directory, os.W_OK):
         jax.config.update("jax_compilation_cache_max_size", CACHED_PROGRAMS_BYTES)
+    else:
+        jax.config.update("jax_persistent_cache_enable_xla_caches", None)
 
 
 def empty_plan(bucket: Bucket, num_slots: int) -> StepPlan:
