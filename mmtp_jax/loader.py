@@ -139,7 +139,7 @@ def _parameters(
     dtypes = {name: leaf.dtype(dtype) for leaf in graph.leaves() for name in leaf.names}
     with LoadingBar(len(dtypes)) as bar:
 
-        def value(name: str) -> np.ndarray:
+        def value(name: str) -> np.ndarray | jax.Array:
             bar.update()
             return reader.read(name, dtypes[name]) if name in shapes else random(name)
 

@@ -109,7 +109,8 @@ def parameters(loaded: LoadedModel) -> dict[str, np.ndarray]:
     values: dict[str, np.ndarray] = {}
     for leaf, param in zip(loaded.graph.leaves(), loaded.params, strict=True):
         array = np.asarray(param.astype(jnp.float32))
-        values |= dict(zip(leaf.names, array if leaf.stacked else array[None], strict=True))
+        for piece in leaf.pieces:
+            values[piece.name] = array[piece.place].reshape(piece.shape)
     return values
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int32
 
 from mmtp_jax.cache.pages import Pages
 from mmtp_jax.models.conv import ShortConv
-from mmtp_jax.models.parts import Linear, RMSNorm, parameter
+from mmtp_jax.models.parts import FusedLinear, Joined, Linear, RMSNorm, parameter
 from mmtp_jax.models.rotary import rotate
 from mmtp_jax.models.visit import Visit
 from mmtp_jax.specs import AttentionSpec, LogScaling, ModelConfig, RelativeBias
@@ -40,17 +40,24 @@ class Attention(nnx.Module):
     def __init__(self, spec: AttentionSpec, config: ModelConfig, conv_taps: int) -> None:
         hidden, heads, kv_heads = config.hidden_size, spec.num_heads, spec.num_kv_heads
         wide, narrow = kv_heads * spec.head_dim, kv_heads * spec.value_size
-        to_heads, to_kv = ("hidden", "heads"), ("hidden", "kv_heads")
-        self.q = Linear(hidden, heads * spec.head_dim, to_heads, bias=spec.qkv_bias)
-        self.k = Linear(hidden, wide, to_kv, bias=spec.qkv_bias)
-        self.v = Linear(hidden, narrow, to_kv, bias=spec.qkv_bias)
+        # A key head's columns are those of its query heads, its key and its value, so that devices
+        # that share the key heads have all that goes with them.
+        queries = heads // kv_heads * spec.head_dim
+        parts = (("q", queries), ("k", spec.head_dim), ("v", spec.value_size))
+        self.qkv = FusedLinear(
+            hidden,
+            (kv_heads, sum(size for _, size in parts)),
+            ("kv_heads", "head_columns"),
+            Joined(-1, parts),
+            bias=spec.qkv_bias,
+        )
         self.o = Linear(heads * spec.value_size, hidden, ("heads", "hidden"), bias=spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, config, "head_dim") if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, config, "head_dim") if spec.qk_norm else None
         self.k_conv = ShortConv("k", conv_taps, wide, "kv_heads") if conv_taps else None
         self.v_conv = ShortConv("v", conv_taps, narrow, "kv_heads") if conv_taps else None
         self.sinks = parameter((heads,), ("heads",), std=1.0) if spec.sinks else None
-        self.gate = Linear(hidden, heads, to_heads) if spec.head_gate else None
+        self.gate = Linear(hidden, heads, ("hidden", "heads")) if spec.head_gate else None
         self.relative = (
             Relative(spec.relative, heads, hidden) if spec.relative is not None else None
         )
@@ -60,13 +67,14 @@ class Attention(nnx.Module):
         self, x: Float[Array, "T H"], visit: Visit, pages: Pages
     ) -> tuple[Float[Array, "T H"], Pages]:
         spec, rows = self.spec, visit.rows
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        count, queries = len(x), spec.num_heads // spec.num_kv_heads * spec.head_dim
+        q, k, v = jnp.split(self.qkv(x), [queries, queries + spec.head_dim], axis=-1)
+        q = q.reshape(count, spec.num_heads, spec.head_dim)
         if self.k_conv is not None and self.v_conv is not None:
-            k, pages = self.k_conv(k, visit, pages)
-            v, pages = self.v_conv(v, visit, pages)
-        q = q.reshape(-1, spec.num_heads, spec.head_dim)
-        k = k.reshape(-1, spec.num_kv_heads, spec.head_dim)
-        v = v.reshape(-1, spec.num_kv_heads, spec.value_size)
+            shapes = k.shape, v.shape
+            k, pages = self.k_conv(k.reshape(count, -1), visit, pages)
+            v, pages = self.v_conv(v.reshape(count, -1), visit, pages)
+            k, v = k.reshape(shapes[0]), v.reshape(shapes[1])
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if spec.rope is not None:
@@ -96,4 +104,4 @@ class Attention(nnx.Module):
         )
         if self.gate is not None:
             mixed *= jax.nn.sigmoid(self.gate(x))[:, :, None]
-        return self.o(mixed.reshape(x.shape[0], -1)), pages
+        return self.o(mixed.reshape(count, -1)), pages

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from mmtp_jax.models.mlp import GatedMLP, gated
+from mmtp_jax.models.mlp import GATE_UP, GatedMLP, gated
 from mmtp_jax.models.parts import parameter
 from mmtp_jax.models.sharding import TENSOR_AXIS, current_mesh
 from mmtp_jax.specs import MoESpec
@@ -71,16 +71,14 @@ class Experts(nnx.Module):
     """Gated MLPs of one size, stacked; `axis` names the stack."""
 
     def __init__(self, count: int, size: int, hidden: int, axis: str) -> None:
-        inward, outward = (axis, "hidden", "expert_mlp"), (axis, "expert_mlp", "hidden")
-        self.gate = parameter((count, hidden, size), inward, std=hidden**-0.5)
-        self.up = parameter((count, hidden, size), inward, std=hidden**-0.5)
+        inward, outward = (axis, "hidden", "one", "expert_mlp"), (axis, "expert_mlp", "hidden")
+        self.gate_up = parameter((count, hidden, 2, size), inward, std=hidden**-0.5, joined=GATE_UP)
         self.down = parameter((count, size, hidden), outward, std=size**-0.5)
 
     def every(self, x: Float[Array, "T H"], weights: Float[Array, "T S"]) -> Float[Array, "T H"]:
         """Each row through all of them, weighted."""
-        gate = jnp.einsum("th,shf->tsf", x, self.gate[...])
-        up = jnp.einsum("th,shf->tsf", x, self.up[...])
-        hidden = gated(gate, up, None) * weights[:, :, None].astype(x.dtype)
+        gate_up = jnp.einsum("th,shcf->tscf", x, self.gate_up[...])
+        hidden = gated(gate_up, None) * weights[:, :, None].astype(x.dtype)
         return jnp.einsum("tsf,sfh->th", hidden, self.down[...])
 
 
@@ -96,7 +94,7 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "T H"]) -> Float[Array, "T H"]:
         chosen, weights, sinks = self.router(x)
-        experts = (self.experts.gate[...], self.experts.up[...], self.experts.down[...])
+        experts = (self.experts.gate_up[...], self.experts.down[...])
         y = self._routed(x, chosen, weights, experts)
         if self.sinks is not None:
             y = y + self.sinks.every(x, sinks)
@@ -107,7 +105,7 @@ class MoE(nnx.Module):
         x: Float[Array, "T H"],
         chosen: Int32[Array, "T K"],
         weights: Float[Array, "T K"],
-        experts: tuple[Array, Array, Array],
+        experts: tuple[Array, Array],
     ) -> Float[Array, "T H"]:
         """Over a mesh every device computes its own experts' part of each token (all of it where
         the devices cannot share the experts evenly)."""
@@ -116,9 +114,7 @@ class MoE(nnx.Module):
             return routed_experts(x, chosen, weights, experts, 0, self.spec.limit)
         local = self.spec.num_experts // mesh.size
 
-        def part(
-            x: Array, chosen: Array, weights: Array, experts: tuple[Array, Array, Array]
-        ) -> Array:
+        def part(x: Array, chosen: Array, weights: Array, experts: tuple[Array, Array]) -> Array:
             first = jax.lax.axis_index(TENSOR_AXIS) * local
             y = routed_experts(x, chosen, weights, experts, first, self.spec.limit)
             return jax.lax.psum(y, TENSOR_AXIS)
@@ -127,7 +123,7 @@ class MoE(nnx.Module):
         return jax.shard_map(
             part,
             mesh=mesh,
-            in_specs=(everywhere, everywhere, everywhere, (split, split, split)),
+            in_specs=(everywhere, everywhere, everywhere, (split, split)),
             out_specs=everywhere,
             check_vma=False,
         )(x, chosen, weights, experts)
@@ -137,7 +133,7 @@ def routed_experts(
     x: Float[Array, "T H"],
     chosen: Int32[Array, "T K"],
     weights: Float[Array, "T K"],
-    experts: tuple[Float[Array, "E H F"], Float[Array, "E H F"], Float[Array, "E F H"]],
+    experts: tuple[Float[Array, "E H 2 F"], Float[Array, "E F H"]],
     first: int | Int32[Array, ""],
     limit: float | None,
 ) -> Float[Array, "T H"]:
@@ -146,14 +142,15 @@ def routed_experts(
     Rows are sorted by expert for the grouped products. Each row adds up its experts in the order
     the router chose them, so that its bits do not depend on the other rows.
     """
-    gate, up, down = experts
-    count, top_k = gate.shape[0], chosen.shape[1]
+    gate_up, down = experts
+    count, top_k = gate_up.shape[0], chosen.shape[1]
     expert = chosen.reshape(-1) - first
     expert = jnp.where((expert >= 0) & (expert < count), expert, count)
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.bincount(expert, length=count)
     rows = x[order // top_k]
-    hidden = gated(grouped_matmul(rows, gate, sizes), grouped_matmul(rows, up, sizes), limit)
+    wide = grouped_matmul(rows, gate_up.reshape(*gate_up.shape[:2], -1), sizes)
+    hidden = gated(wide.reshape(-1, *gate_up.shape[2:]), limit)
     y = grouped_matmul(hidden, down, sizes)
     y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
     return jnp.sum(y.astype(jnp.float32) * weights[:, :, None], axis=1).astype(x.dtype)

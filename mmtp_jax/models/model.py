@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmtp_jax.cache.layout import CacheLayout, cache_layout
+from mmtp_jax.models.leaves import Leaf, pieces
 from mmtp_jax.models.mtp import MTPStack, runs
 from mmtp_jax.models.sharding import split
 from mmtp_jax.models.transformer import Transformer
@@ -54,19 +56,22 @@ class ModelGraph:
         """The description of every parameter, in the order of `Params`."""
         found = []
         for path, variable in nnx.to_flat_state(self.abstract):
-            part, *rest = map(str, path)
-            stacked = part == "mtp" and rest[0] == "runs"
-            if stacked:
+            names, prefixes = list(map(str, path)), None
+            if names[:2] == ["mtp", "runs"]:
                 assert self.config.mtp is not None
-                first, count = runs(self.config.mtp)[int(rest[1])]
-                tail = ".".join(rest[2:])
-                names = [f"mtp.{module}.{tail}" for module in range(first, first + count)]
-            else:
-                names = [".".join(rest if part == "target" else (part, *rest))]
-            metadata = variable.get_metadata()
-            shape = tuple(variable.shape[1:] if stacked else variable.shape)
-            facts = {name: metadata[name] for name in ("axes", "mean", "std", "float32")}
-            found.append(Leaf(tuple(names), shape, stacked, **facts))
+                first, count = runs(self.config.mtp)[int(names[2])]
+                names = names[3:]
+                prefixes = [f"mtp.{module}." for module in range(first, first + count)]
+            elif names[0] == "target":
+                names = names[1:]
+            facts = variable.get_metadata()
+            shape, axes = tuple(variable.shape), facts["axes"]
+            of_depth = shape
+            if prefixes is not None:
+                axes, of_depth = (None, *axes), shape[1:]
+            parts = tuple(pieces(prefixes, names, of_depth, facts["joined"]))
+            random = {name: facts[name] for name in ("mean", "std", "float32")}
+            found.append(Leaf(parts, shape, axes, **random))
         return found
 
     def dtype(self, params: Params) -> np.dtype:
@@ -76,32 +81,7 @@ class ModelGraph:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Flat name -> shape of every value a checkpoint has to provide."""
-        return {name: leaf.shape for leaf in self.leaves() for name in leaf.names}
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One parameter: its flat names outside, one per depth if it is stacked over depths
-    ("mtp.0.fuse.kernel", "mtp.1.fuse.kernel", ...), else one ("layers.0.mlp.up.kernel").
-
-    `shape` and the logical `axes` are those of one depth. Random values have `mean` and `std`;
-    `float32` parameters keep that dtype."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    stacked: bool
-    axes: tuple[str, ...]
-    mean: float
-    std: float
-    float32: bool
-
-    def dtype(self, of_model: np.dtype) -> np.dtype:
-        return np.dtype(np.float32) if self.float32 else of_model
-
-    @property
-    def num_values(self) -> int:
-        """Numbers in the parameter, all depths together."""
-        return len(self.names) * math.prod(self.shape)
+        return {piece.name: piece.shape for leaf in self.leaves() for piece in leaf.pieces}
 
 
 def model_graph(config: ModelConfig, mesh: Mesh | None = None) -> ModelGraph:
@@ -112,43 +92,42 @@ def model_graph(config: ModelConfig, mesh: Mesh | None = None) -> ModelGraph:
 
 def assemble(
     graph: ModelGraph,
-    values: Callable[[str], np.ndarray],
+    values: Callable[[str], np.ndarray | jax.Array],
     order: Callable[[str], int] = lambda name: 0,
 ) -> Params:
     """All parameters on their devices: `values(name)` gives the array of a flat name, already in
-    its dtype; it is called in ascending `order` of each parameter's first name.
+    its dtype; it is called leaf by leaf, in ascending `order` of each leaf's first name.
     """
     leaves = graph.leaves()
     filled: dict[int, jax.Array] = {}
     for index in sorted(range(len(leaves)), key=lambda index: order(leaves[index].names[0])):
         leaf = leaves[index]
-        if leaf.stacked:
-            first = values(leaf.names[0])
-            value = np.empty((len(leaf.names), *first.shape), first.dtype)
-            value[0] = first
-            for depth, name in enumerate(leaf.names[1:], start=1):
-                value[depth] = values(name)
+        whole = leaf.join(values)
+        if graph.mesh is None:
+            filled[index] = jnp.asarray(whole)
         else:
-            value = values(leaf.names[0])
-        filled[index] = _placed(graph, leaf, value)
+            filled[index] = jax.device_put(whole, split(graph.mesh, leaf.axes, leaf.shape))
     return tuple(filled[index] for index in range(len(leaves)))
 
 
-def _placed(graph: ModelGraph, leaf: Leaf, value: np.ndarray) -> jax.Array:
-    if graph.mesh is None:
-        return jnp.asarray(value)
-    axes = (None, *leaf.axes) if leaf.stacked else leaf.axes
-    return jax.device_put(value, split(graph.mesh, axes, value.shape))
+def random_value(graph: ModelGraph, seed: int, dtype: np.dtype) -> Callable[[str], jax.Array]:
+    """Random values by flat name (`load_format="dummy"`), made on the default device: on one kind
+    of device, a function of (seed, name) alone."""
+    declared = {piece.name: (leaf, piece.shape) for leaf in graph.leaves() for piece in leaf.pieces}
+    key = jax.random.key(seed, impl="threefry2x32")
 
-
-def random_value(graph: ModelGraph, seed: int, dtype: np.dtype) -> Callable[[str], np.ndarray]:
-    """Random values by flat name (`load_format="dummy"`): a function of (seed, name) alone."""
-    declared = {name: leaf for leaf in graph.leaves() for name in leaf.names}
-
-    def value(name: str) -> np.ndarray:
-        leaf = declared[name]
-        generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        noise = generator.standard_normal(leaf.shape, dtype=np.float32)
-        return (leaf.mean + leaf.std * noise).astype(leaf.dtype(dtype))
+    def value(name: str) -> jax.Array:
+        leaf, shape = declared[name]
+        own = jax.random.fold_in(key, np.uint32(zlib.crc32(name.encode())))
+        flat = _normal(own, leaf.mean, leaf.std, math.prod(shape), leaf.dtype(dtype))
+        return flat.reshape(shape)
 
     return value
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _normal(
+    key: jax.Array, mean: jax.Array, std: jax.Array, size: int, dtype: np.dtype
+) -> jax.Array:
+    """Drawn flat, since many parameters of different shapes have the same size."""
+    return (mean + std * jax.random.normal(key, (size,), jnp.float32)).astype(dtype)
