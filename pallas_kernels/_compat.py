@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+from jax import Array
 from jax.experimental.pallas import triton
 
 dot = triton.dot
@@ -13,3 +17,23 @@ def compiler_params(*, num_warps: int, num_stages: int) -> triton.CompilerParams
     """Explicit parameters: without them jax 0.10 lowers through Mosaic and jax 0.11 through
     Triton."""
     return triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Pallas's interpreter: where there is no GPU."""
+    return jax.default_backend() == "cpu"
+
+
+def take_ticket(ref: Any, index: tuple[Array, ...]) -> Array:
+    """Increment a counter that all programs of a kernel share; its value before.
+
+    Everything that this program wrote is seen by those that take a later ticket (the increment has
+    acquire-release order). The interpreter runs programs one after the other and has no rule for
+    barriers.
+    """
+    if interpreted():
+        ticket = ref[index]
+        ref[index] = ticket + 1
+        return ticket
+    triton.debug_barrier()  # the increment is done by one thread, after the writes of all
+    return triton.atomic_add(ref, index, 1)

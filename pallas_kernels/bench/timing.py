@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 CALLS = 16
 
@@ -21,13 +23,31 @@ def seconds_per_call(function: Callable[..., jax.Array], *inputs: tuple[jax.Arra
 
     # Equal calls would be merged, so every call gets arguments of its own.
     assert len(inputs) == CALLS
-    program = jax.jit(chained)
-    jax.block_until_ready(program(inputs))
+    return seconds(chained, inputs) / CALLS
+
+
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Median time of `function` in a program, dispatched four times back to back."""
+    program = jax.jit(function)
+    jax.block_until_ready(program(*arguments))
     times = []
     for _ in range(20):
         start = time.perf_counter()
         for _ in range(4):
-            result = program(inputs)
+            result = program(*arguments)
         jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / (4 * CALLS))
+        times.append((time.perf_counter() - start) / 4)
     return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a copy of 2 GiB."""
+    array = jax.random.bits(jax.random.key(0), (1 << 29,), jnp.uint32)
+    return 2 * array.nbytes / seconds(lambda x: x ^ 1, array)
+
+
+def matmul_rate() -> float:
+    """FLOP/s of a bfloat16 product of random square matrices of 8192 rows."""
+    size = 8192
+    left, right = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    return 2 * size**3 / seconds(jnp.dot, left, right)

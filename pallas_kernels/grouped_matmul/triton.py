@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels._compat import compiler_params, dot, load, store
+from pallas_kernels._compat import compiler_params, dot, interpreted, load, store
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def grouped_matmul(
         out_shape=jax.ShapeDtypeStruct((num_rows, columns), rows.dtype),
         grid=(block.shape[0], pl.cdiv(columns, config.block_n)),
         compiler_params=compiler_params(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=jax.default_backend() == "cpu",
+        interpret=interpreted(),
         name="grouped_matmul",
     )(rows, matrices, *(x.astype(jnp.int32) for x in (group, first, last)))
     return jnp.where((jnp.arange(num_rows) < last_row[-1])[:, None], y, 0)

@@ -8,11 +8,13 @@ visible key lies in may hold anything, NaN included.
 
 from __future__ import annotations
 
+import jax
 from jaxtyping import Array, Float, Int, Int32
 
-from pallas_kernels.ragged_paged_attention import reference, xla
+from pallas_kernels.ragged_paged_attention import reference, triton, xla
 
 IMPLEMENTATIONS = {
+    "triton": triton.ragged_paged_attention,
     "xla": xla.ragged_paged_attention,
     "reference": reference.ragged_paged_attention,
 }
@@ -34,7 +36,7 @@ def ragged_paged_attention(
     rel_rows: Float[Array, "T Hq d_rel"] | None = None,
     rel_table: Float[Array, "d_rel E"] | None = None,
     value_dim: int | None = None,
-    implementation: str = "xla",
+    implementation: str | None = None,
 ) -> Float[Array, "T Hq Dv"]:
     """Causal attention of ragged query rows over paged keys and values.
 
@@ -43,11 +45,13 @@ def ragged_paged_attention(
     and, with a window, s > t - window. `sinks` add `exp(sink)` to the softmax denominator of each
     head. Without `v_pages` a key's first `value_dim` entries are its value (latent attention,
     arXiv 2405.04434). Softmax and accumulation are float32; the result has q's dtype. Rows past
-    `cu_q_lens[-1]` are zero.
+    `cu_q_lens[-1]` are zero. The default implementation is "triton" on a GPU and "xla" elsewhere.
 
     Raises:
         ValueError: an unknown implementation, or shapes that do not fit together.
     """
+    if implementation is None:
+        implementation = "triton" if jax.default_backend() == "gpu" else "xla"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"

@@ -156,14 +156,16 @@ def attend(batch: Batch, implementation: str, **options: Any) -> np.ndarray:
 
 
 def check(batch: Batch, *, scale: float = 0.25, **options: Any) -> np.ndarray:
-    """Compare "reference" with float64 and "xla" with "reference"; returns the latter's output."""
+    """Compare "reference" with float64, "xla" and "triton" (interpreted on a CPU) with "reference";
+    returns what "xla" gives."""
     tolerance = TOLERANCE[str(batch.q.dtype)]
     exact = attention_in_float64(batch, scale=scale, **options)
     reference = attend(batch, "reference", scale=scale, **options)
-    xla = attend(batch, "xla", scale=scale, **options)
     assert_close(reference, exact, tolerance)
-    assert_close(xla, reference, tolerance)
-    for out in (reference, xla):
+    xla, triton = (attend(batch, name, scale=scale, **options) for name in ("xla", "triton"))
+    for out in (xla, triton):
+        assert_close(out, reference, tolerance)
+    for out in (reference, xla, triton):
         assert not out[batch.num_real :].any(), "padding rows must be zero"
     return xla
 

@@ -27,7 +27,10 @@ REL_ROWS, REL_TABLE = jnp.zeros((2, 4, 3)), jnp.zeros((3, 8))
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"implementation": "cuda"}, "implementation must be one of xla, reference.*'cuda'"),
+        (
+            {"implementation": "cuda"},
+            "implementation must be one of triton, xla, reference.*'cuda'",
+        ),
         ({"heads": (4, 3)}, "query heads 4 must be a multiple of key heads 3"),
         ({"window": 0}, "window must be >= 1, got 0"),
         ({"window": -1}, "window must be >= 1, got -1"),
