@@ -33,6 +33,7 @@ LAYERS: dict[str, int] = {
     "outputs": 2,
     "server": 3,
     "training": 3,
+    "bench": 4,
 }
 TOP = 4
 

@@ -1,0 +1,1 @@
+"""`python -m mmtp_jax.bench`: what a step, a batch of requests and a start cost, offline."""
