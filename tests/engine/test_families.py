@@ -27,9 +27,16 @@ MODELS = {
     "glm": glm,
     "repeated-glm": functools.partial(repeated_glm, 4),
 }
+# What the variant with its modules' norm shared, the repeated module and goldens cover too.
+COVERED = ("inkling", "glm")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in COVERED else ()) for name in MODELS
+    ],
+)
 def engine(request: pytest.FixtureRequest) -> Harness:
     """Pages smaller than the number of modules."""
     return built(MODELS[request.param], 2)
@@ -39,7 +46,7 @@ class TestFamilies(Exactness):
     pass
 
 
-@pytest.mark.parametrize("engine", ["inkling"], indirect=True)
+@pytest.mark.parametrize("engine", ["inkling-shared-norm"], indirect=True)
 def test_padding_of_the_embedding_may_be_in_prompts_but_is_never_drawn(engine: Harness) -> None:
     engine.reset()
     ids = [VOCAB, *prompt(5), VOCAB + 7]

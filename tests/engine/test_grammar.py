@@ -24,12 +24,14 @@ from models_for_tests import CHARACTERS, SPECIAL_TOKENS, write_tiny_tokenizer
 
 from mmtp_jax.config import ConfigError
 from mmtp_jax.engine.grammar import Grammars, fill_masks
+from mmtp_jax.engine.programs import MASKS_PER_UPLOAD
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.sampling.sampler import gumbel_noise
 from mmtp_jax.tokenizer import load_tokenizer
 
 EOS = 2
 MODULES = 3
+SLOTS = MASKS_PER_UPLOAD + 1
 CONSTRAINTS = [
     {"regex": "[abc]{1,9}"},
     {"regex": "(ab|cd){1,4}x?"},
@@ -53,16 +55,18 @@ def grammars() -> Grammars:
 
 
 @functools.cache
-def harness(scripted: bool, num_pages: int = 40) -> Harness:
+def harness(scripted: bool) -> Harness:
+    """The engines of all tests: compiling takes most of a test's time. The scripted one has pages
+    too few for three long requests at once, the other one more slots than one upload has masks."""
     model = dataclasses.replace(chain(MODULES), eos_token_ids=(EOS,))
-    return Harness(model, scripted=scripted, num_pages=num_pages)
+    if scripted:
+        return Harness(model, scripted=True, num_pages=20)
+    return Harness(model, max_num_seqs=SLOTS, budget=SLOTS * (MODULES + 1), num_pages=110)
 
 
-def fresh(scripted: bool, num_pages: int = 40) -> Harness:
-    made = harness(scripted, num_pages)
+def fresh(scripted: bool) -> Harness:
+    made = harness(scripted)
     made.reset()
-    made.chunk = lambda request, limit: limit
-    made.drafts = None
     return made
 
 
@@ -127,7 +131,7 @@ def test_many_histories(data: st.DataObject) -> None:
 def check_random_history(data: st.DataObject) -> None:
     """Drafts are right but where a script says so; k, chunks, arrivals and aborts vary; pages are
     short."""
-    engine = fresh(scripted=True, num_pages=data.draw(st.sampled_from([20, 40])))
+    engine = fresh(scripted=True)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     engine.drafts = lambda request: int(rng.integers(0, MODULES + 1))
     engine.chunk = lambda request, limit: int(rng.integers(1, limit + 1))
@@ -180,7 +184,7 @@ def test_masked_rows_are_accepted_together() -> None:
 
 
 def test_a_request_follows_its_grammar_again_after_preemption() -> None:
-    engine = fresh(scripted=True, num_pages=20)
+    engine = fresh(scripted=True)
     preemptions = engine.core.scheduler.num_preemptions
     params = [
         constrained({"regex": "[a-z]{30}"}, temperature=0.7, seed=i, max_tokens=35)
@@ -206,13 +210,12 @@ def test_a_slot_forgets_the_masks_of_the_request_before() -> None:
 
 
 def test_more_grammars_than_one_upload_holds() -> None:
-    config = dataclasses.replace(chain(1), eos_token_ids=(EOS,))
-    engine = Harness(config, max_num_seqs=9, budget=18, num_pages=110)
+    engine = fresh(scripted=False)
     params = constrained({"regex": "[a-z]{4}"}, temperature=0.0, max_tokens=6)
-    names = {start(engine, prompt(2, i), params, ()): prompt(2, i) for i in range(9)}
-    while engine.core.has_work:
-        for delta in engine.core.step():
-            engine.output[delta.request_id].extend(delta.token_ids)
+    names = {start(engine, prompt(2, i), params, ()): prompt(2, i) for i in range(SLOTS)}
+    engine.step()
+    assert len(engine.core.scheduler.running) == SLOTS
+    engine.run()
     for name, ids in names.items():
         assert engine.output[name] == reference(engine, ids, params)
 
