@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     commands = {"latency": _latency, "throughput": _throughput, "startup": _startup}
     try:
+        _check_writable(arguments.json)
         print(json.dumps(commands[arguments.command](arguments, argv), indent=1))
     except (ModelError, ConfigError) as error:
         print(one_line(error), file=sys.stderr)
@@ -49,7 +50,7 @@ def _latency(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, An
         prompt_len=arguments.prompt_len,
         steps=arguments.steps,
         max_model_len=arguments.max_model_len,
-        acceptance=arguments.acceptance,
+        acceptance=tuple(arguments.acceptance),
         prefill_chunk=arguments.prefill_chunk,
         profile=arguments.profile,
     )
@@ -120,13 +121,19 @@ def _model(arguments: argparse.Namespace) -> Iterator[ModelOptions]:
         )
 
 
-def _write(file: Path | None, facts: dict[str, Any]) -> None:
+def _check_writable(file: Path | None) -> None:
+    """Say so before anything is measured if the results cannot be kept."""
     if file is None:
         return
     try:
-        file.write_text(json.dumps(facts, indent=1) + "\n")
+        file.open("a").close()
     except OSError as error:
         raise ConfigError(f"--json must name a file to write to: {error}") from None
+
+
+def _write(file: Path | None, facts: dict[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -156,8 +163,8 @@ def _add_latency(commands: Any) -> None:
     option(group, "--steps", type=int, default=default.steps, help=help)
     help = "positions per request (default: what the steps can fill)"
     option(group, "--max-model-len", type=int, help=help)
-    help = "also measure drafts that are accepted with this probability each"
-    option(group, "--acceptance", type=float, help=help)
+    help = "also measure drafts that are accepted with these probabilities"
+    option(group, "--acceptance", type=float, nargs="+", default=[], help=help)
     help = "also measure steps with so many rows of a prompt beside the batch; 0: none"
     option(group, "--prefill-chunk", type=int, default=default.prefill_chunk, help=help)
     help = "write traces of jax.profiler of a few steps there"

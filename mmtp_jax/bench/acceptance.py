@@ -4,17 +4,21 @@ The greedy text of every request is known from a run before. Each index of each 
 true token with probability P, independently, and another one otherwise. An index is verified as a
 draft at most once, so the accepted drafts of a step are those of k independent trials. The emitted
 text stays the target's own: a draft only says how much of it a step may emit.
+
+The proposals lie in the requests' histories on the device, beyond their newest tokens: the compiled
+step reads them there, so one program serves every probability.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mmtp_jax.engine.step import Chooser
+from mmtp_jax.engine.state import EngineState
 from mmtp_jax.sampling.sampler import sample
 from mmtp_jax.sampling.state import SamplingState
 
@@ -31,18 +35,23 @@ def proposals(
     return np.where(wrong, (table + 1) % vocab_size, table).astype(np.int32)
 
 
-def chooser(table: np.ndarray) -> Chooser:
-    """Drafts `table[slot, index]`; the modules run, and choose, all the same."""
-    drafts = jnp.asarray(table)
+def propose_history(
+    logits: Array, sampling: SamplingState, slot: Array, index: Array, history: Array
+) -> Array:
+    """A `Chooser` of whatever the request's history holds at the index already. The modules run,
+    and choose, all the same."""
+    own = sample(logits, sampling, slot, index, history)
+    # Never true, which the compiler cannot know: the modules' work stays in the program.
+    return jnp.where(own < 0, own, history.at[slot, index].get(mode="clip"))
 
-    def choose(
-        logits: Array, sampling: SamplingState, slot: Array, index: Array, history: Array
-    ) -> Array:
-        own = sample(logits, sampling, slot, index, history)
-        # Never true, which the compiler cannot know: the modules' work stays in the program.
-        return jnp.where(own < 0, own, drafts.at[slot, index].get(mode="clip"))
 
-    return choose
+def enter(state: EngineState, table: np.ndarray) -> EngineState:
+    """The state with `table`'s proposals in the history, from each request's newest token on."""
+    slots, width = state.tokens.shape
+    rows, columns = table.shape
+    padded = np.pad(table, ((0, slots - rows), (0, width - columns)))
+    ahead = jnp.arange(width) >= state.length[:, None]
+    return dataclasses.replace(state, tokens=jnp.where(ahead, padded, state.tokens))
 
 
 def expected_tokens_per_step(probability: float, num_drafts: int) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mmtp_jax.bench.acceptance import enter
 from mmtp_jax.config import require
 from mmtp_jax.engine.core import EngineCore
 from mmtp_jax.engine.request import Request
@@ -56,6 +57,7 @@ class Timing:
 class FixedBatch:
     """An engine and the prompts it decodes greedily, each in the slot of its index.
 
+    `proposals`, if set, are the drafts by request and index (for a chooser that reads them).
     `prefill_chunk` > 0 leaves room for chunks of so many rows of other prompts beside the batch.
     """
 
@@ -90,6 +92,7 @@ class FixedBatch:
             )
         self.compile_seconds = time.perf_counter() - begin
         self.texts: list[list[int]] = []
+        self.proposals: np.ndarray | None = None
         self._num_long = 0
 
     @property
@@ -106,6 +109,8 @@ class FixedBatch:
         scheduler = self.core.scheduler
         while scheduler.waiting or any(request.prefilling for request in scheduler.running):
             self._step()
+        if self.proposals is not None:
+            self.core.state = enter(self.core.state, self.proposals)
 
     def steps(self, count: int) -> Timing:
         """Run steps in which the whole batch decodes; `ConfigError` if a request ended."""

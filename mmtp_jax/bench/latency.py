@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from mmtp_jax.bench import acceptance
+from mmtp_jax.bench.acceptance import expected_tokens_per_step, proposals, propose_history
 from mmtp_jax.bench.bare import bare_step
 from mmtp_jax.bench.batch import CHUNKS_PER_PROMPT, FixedBatch, longest_prompt, random_prompts
 from mmtp_jax.bench.presets import ModelOptions
@@ -39,15 +39,15 @@ type Mode = Literal["off", "on", "synthetic"]
 
 @dataclasses.dataclass(frozen=True)
 class LatencyOptions:
-    """What to measure. `prefill_chunk` 0: no steps with chunks; `acceptance` None: no synthetic
-    drafts; `max_model_len` None: as much as the steps can fill."""
+    """What to measure. `prefill_chunk` 0: no steps with chunks; `acceptance`: probabilities of
+    synthetic drafts; `max_model_len` None: as much as the steps can fill."""
 
     batches: tuple[int, ...] = (1, 8, 64)
     drafts: tuple[int, ...] = (0, 8)
     prompt_len: int = 100
     steps: int = 64
     max_model_len: int | None = None
-    acceptance: float | None = None
+    acceptance: tuple[float, ...] = ()
     prefill_chunk: int = 0
     profile: Path | None = None
 
@@ -62,10 +62,8 @@ class LatencyOptions:
             low = min(values)
             require(low >= least, f"{name} must be >= {least}, got {low}")
         require(max(self.batches) <= 1024, f"--batch must be <= 1024, got {max(self.batches)}")
-        require(
-            self.acceptance is None or 0 <= self.acceptance <= 1,
-            f"--acceptance must be in [0, 1], got {self.acceptance}",
-        )
+        for probability in self.acceptance:
+            require(0 <= probability <= 1, f"--acceptance must be in [0, 1], got {probability}")
         require(
             self.max_model_len is None or self.max_model_len >= self.context,
             f"--max-model-len must be >= {self.context} for the prompts and steps, got"
@@ -101,10 +99,10 @@ class Mixed:
 class Latency:
     """One batch and number of drafts.
 
-    `mode`: no drafts, the modules' own, or synthetic ones. `device_busy` is the bare over the
-    engine's time per step, `roofline` the floor over the bare time. `tokens_per_step` are those of
-    one request. `equal_texts`: requests whose text is that of the run with the modules' own drafts
-    (synthetic mode only).
+    `mode`: no drafts, the modules' own, or synthetic ones of probability `acceptance`.
+    `device_busy` is the bare over the engine's time per step, `roofline` the floor over the bare
+    time. `tokens_per_step` are those of one request. `equal_texts`: requests whose text is that of
+    the run with the modules' own drafts (synthetic mode only).
     """
 
     mode: Mode
@@ -117,6 +115,7 @@ class Latency:
     device_busy: float
     tokens_per_second: float
     tokens_per_step: float
+    acceptance: float | None
     expected_tokens_per_step: float | None
     equal_texts: int | None
     floor_ms: float
@@ -158,23 +157,23 @@ def _of_batch(
     prompts = random_prompts(batch, options.prompt_len, model.vocab_size)
     running = FixedBatch(loaded, prompts, sample, options.prefill_chunk)
     yield _measure(running, "on" if model.num_drafts else "off", options, rates)
-    if model.num_drafts == 0 or options.acceptance is None:
+    if model.num_drafts == 0 or not options.acceptance:
         return
     texts = running.run_to_the_end()
     del running
     gc.collect()
-    table = acceptance.proposals(texts, options.acceptance, model.vocab_size, loaded.config.seed)
-    running = FixedBatch(loaded, prompts, acceptance.chooser(table), options.prefill_chunk)
-    result = _measure(running, "synthetic", options, rates)
-    yield dataclasses.replace(
-        result,
-        expected_tokens_per_step=acceptance.expected_tokens_per_step(
-            options.acceptance, model.num_drafts
-        ),
-        equal_texts=sum(
-            text == known[: len(text)] for text, known in zip(running.texts, texts, strict=True)
-        ),
-    )
+    running = FixedBatch(loaded, prompts, propose_history, options.prefill_chunk)
+    for probability in options.acceptance:
+        running.proposals = proposals(texts, probability, model.vocab_size, loaded.config.seed)
+        result = _measure(running, "synthetic", options, rates)
+        yield dataclasses.replace(
+            result,
+            acceptance=probability,
+            expected_tokens_per_step=expected_tokens_per_step(probability, model.num_drafts),
+            equal_texts=sum(
+                text == known[: len(text)] for text, known in zip(running.texts, texts, strict=True)
+            ),
+        )
 
 
 def _measure(batch: FixedBatch, mode: Mode, options: LatencyOptions, rates: Rates) -> Latency:
@@ -207,6 +206,7 @@ def _measure(batch: FixedBatch, mode: Mode, options: LatencyOptions, rates: Rate
         device_busy=bare.milliseconds / engine_ms,
         tokens_per_second=timing.emitted / timing.seconds,
         tokens_per_step=timing.emitted / options.steps / size,
+        acceptance=None,
         expected_tokens_per_step=None,
         equal_texts=None,
         floor_ms=floor.milliseconds,

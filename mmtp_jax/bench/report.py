@@ -57,7 +57,7 @@ def latency_table(results: Sequence[Latency], rates: Rates) -> Table:
             tokens += f" of {one.expected_tokens_per_step:.2f}"
         table.add_row(
             str(one.num_speculative_tokens),
-            one.mode,
+            one.mode if one.acceptance is None else f"{one.mode} {one.acceptance:g}",
             str(one.batch),
             str(one.rows),
             str(one.context),

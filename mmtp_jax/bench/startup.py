@@ -104,9 +104,6 @@ def _reason(url: str) -> str | None:
     except urllib.error.HTTPError as error:
         with error:
             said: str = json.loads(error.read())["error"]["message"]
-        words = said.rpartition(": the engine is not ready: ")[2].removeprefix(
-            "the engine is not ready: "
-        )
-        return words.split()[0]
+        return said.removeprefix("the engine is not ready: ").split()[0]
     except OSError:  # the server is about to end: its exit status tells
         return "starting"

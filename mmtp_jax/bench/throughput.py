@@ -37,8 +37,13 @@ class ThroughputOptions:
         counts = self.row_counts
         require(
             counts is None
-            or (list(counts) == sorted(set(counts)) and counts[-1] >= self.max_num_batched_tokens),
-            f"--row-counts must ascend to at least --max-num-batched-tokens"
+            or (
+                list(counts) == sorted(set(counts))
+                and counts[0] > self.num_speculative_tokens
+                and counts[-1] >= self.max_num_batched_tokens
+            ),
+            f"--row-counts must ascend from at least {self.num_speculative_tokens + 1}"
+            " (--num-speculative-tokens + 1) to at least --max-num-batched-tokens"
             f" ({self.max_num_batched_tokens}), got {counts}",
         )
 
@@ -73,11 +78,8 @@ class Throughput:
 def throughput(model: ModelOptions, options: ThroughputOptions) -> Throughput:
     """Generate all requests, greedily and to their full length."""
     begin = time.perf_counter()
-    context = max(options.prompt_len + max(options.output_len, WARM_UP_TOKENS) + 1, 2)
-    loaded = model.load(
-        options.num_speculative_tokens,
-        max_model_len=context,
-    )
+    context = options.prompt_len + max(options.output_len, WARM_UP_TOKENS)
+    loaded = model.load(options.num_speculative_tokens, max_model_len=context)
     config = dataclasses.replace(
         loaded.config,
         max_num_seqs=options.max_num_seqs,
