@@ -118,16 +118,17 @@ def random_value(graph: ModelGraph, seed: int, dtype: np.dtype) -> Callable[[str
 
     def value(name: str) -> jax.Array:
         leaf, shape = declared[name]
-        own = jax.random.fold_in(key, np.uint32(zlib.crc32(name.encode())))
-        flat = _normal(own, leaf.mean, leaf.std, math.prod(shape), leaf.dtype(dtype))
+        number = np.uint32(zlib.crc32(name.encode()))
+        flat = _normal(key, number, leaf.mean, leaf.std, math.prod(shape), leaf.dtype(dtype))
         return flat.reshape(shape)
 
     return value
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnames=("size", "dtype"))
 def _normal(
-    key: jax.Array, mean: jax.Array, std: jax.Array, size: int, dtype: np.dtype
+    key: jax.Array, number: jax.Array, mean: jax.Array, std: jax.Array, size: int, dtype: np.dtype
 ) -> jax.Array:
     """Drawn flat, since many parameters of different shapes have the same size."""
-    return (mean + std * jax.random.normal(key, (size,), jnp.float32)).astype(dtype)
+    noise = jax.random.normal(jax.random.fold_in(key, number), (size,), jnp.float32)
+    return (mean + std * noise).astype(dtype)

@@ -1,6 +1,9 @@
 """How parameters and caches are spread over devices: tensor parallelism over one mesh axis.
 
 Heads, experts, the MLP's inner dimension and the vocabulary are split; everything else is copied.
+The projections to queries, keys and values are one array: it is split by key heads, each with its
+query heads, and copied where the devices cannot share the key heads evenly.
+
 XLA's partitioner inserts the collectives, except for experts, which run under `shard_map`.
 """
 
@@ -48,7 +51,9 @@ def cache_sharding(mesh: Mesh, layout: CacheLayout) -> tuple[dict[str, NamedShar
     )
 
 
-def split(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
+def split(
+    mesh: Mesh | AbstractMesh, axes: tuple[str | None, ...], shape: tuple[int, ...]
+) -> NamedSharding:
     """The sharding of an array with these logical axes; what the devices cannot share evenly is
     copied."""
     names = [

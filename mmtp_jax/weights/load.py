@@ -21,8 +21,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ParameterReader:
-    """Reads parameters by path, each tensor when it is asked for, so that the host holds one
-    parameter at a time.
+    """Reads parameters by path, each tensor when it is asked for, so that the host holds no
+    more than those of one array on the device at a time.
 
     `config` may have fewer MTP modules than the checkpoint: the tensors of the others are never
     read. `expected` is the shape of every parameter of `config`.

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from mmtp_jax.models.attention import Attention
 from mmtp_jax.models.experts import Experts
 from mmtp_jax.models.mlp import GatedMLP
 from mmtp_jax.models.model import Model, ModelGraph, assemble, model_graph, random_value
 from mmtp_jax.models.mtp import MTPModule
+from mmtp_jax.models.sharding import TENSOR_AXIS, split
 from mmtp_jax.specs import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, MoESpec, MTPConfig
 
 HIDDEN, HEADS, KV_HEADS, DIM, VALUE_DIM, SIZE, EXPERTS = 16, 6, 2, 4, 8, 24, 5
@@ -176,3 +178,18 @@ def test_random_values_have_their_distribution_and_dtype(graph: ModelGraph) -> N
     for different in (value("layers.0.mlp.up.kernel"), other("layers.0.mlp.gate.kernel")):
         assert not np.array_equal(kernel, different)
     np.testing.assert_array_equal(kernel, value("layers.0.mlp.gate.kernel"))
+
+
+@pytest.mark.parametrize(("devices", "heads"), [(2, TENSOR_AXIS), (3, None), (4, None)])
+def test_devices_share_whole_key_heads_and_parts_of_both_gate_and_up(
+    graph: ModelGraph, devices: int, heads: str | None
+) -> None:
+    """Of 2 key heads (devices may be too many), and of an inner dimension of 24; 5 experts
+    are nobody's share."""
+    mesh = AbstractMesh((devices,), (TENSOR_AXIS,))
+    spec = {leaf.names[0]: split(mesh, leaf.axes, leaf.shape).spec for leaf in graph.leaves()}
+    assert spec["layers.0.attention.q.kernel"] == PartitionSpec(None, heads, None)
+    assert spec["mtp.0.layer.attention.q.bias"] == PartitionSpec(None, heads, None)
+    assert spec["layers.0.mlp.gate.kernel"] == PartitionSpec(None, None, TENSOR_AXIS)
+    assert spec["mtp.0.layer.mlp.gate.kernel"] == PartitionSpec(None, None, None, TENSOR_AXIS)
+    assert spec["layers.1.mlp.experts.gate"] == PartitionSpec(None, None, None, None)
