@@ -23,10 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 START_SECONDS = 300
 NAME = "tiny"
 
-# Small pages and few of them: requests are preempted, and pages hold fewer rows than a window.
+# Small pages and few of them: requests are preempted, and pages hold fewer rows than a window. One
+# program, because compiling takes most of a server's start.
 SMALL = (
     "--max-num-seqs=4",
     "--max-num-batched-tokens=16",
+    "--row-multiple=16",
     "--page-size=4",
     "--num-pages=64",
     "--max-model-len=96",

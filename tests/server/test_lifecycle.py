@@ -20,8 +20,13 @@ from server.running import NAME, Server, running, start, wait_ready
 
 from mmtp_jax.serve import main
 
-# A context that takes seconds to fill, so that something happens meanwhile.
-OPTIONS = ("--max-num-seqs=2", "--max-num-batched-tokens=32", "--max-model-len=512")
+# A context that takes seconds to fill, so that something happens meanwhile; one program.
+OPTIONS = (
+    "--max-num-seqs=2",
+    "--max-num-batched-tokens=32",
+    "--row-multiple=32",
+    "--max-model-len=512",
+)
 LONG = {"model": NAME, "prompt": "abc", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 STREAM = LONG | {"stream": True}
 

@@ -20,8 +20,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A tiny model under the name that the README uses."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     model = write_tiny_llama(folder, tokenizer=True, characters=JSON_CHARACTERS)
-    options = ("--max-num-seqs=2", "--max-num-batched-tokens=32", "--max-model-len=512")
-    with running(model, *options, f"--served-model-name={NAME}") as server:
+    options = ("--max-num-batched-tokens=32", "--row-multiple=32", "--max-model-len=512")
+    with running(model, "--max-num-seqs=2", *options, f"--served-model-name={NAME}") as server:
         yield server
 
 

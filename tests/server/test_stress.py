@@ -18,10 +18,11 @@ from server.running import NAME, Server, running, sse
 from mmtp_jax import LLM, SamplingParams
 
 CONCURRENT = 64
-# Pages hold fewer positions than a window has rows, and the pool a request and a half.
+# Two programs. Pages hold fewer positions than a window has rows, the pool a request and a half.
 SMALL = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 32,
+    "row_multiple": 16,
     "page_size": 2,
     "num_pages": 75,
     "max_model_len": 96,
@@ -84,8 +85,9 @@ def cases(model: Path) -> list[Case]:
         SamplingParams(**{name: value for name, value in fields.items() if name != "prompt"})
         for fields in given
     ]
+    roomy = SMALL | {"num_pages": 400, "row_multiple": 32}
     plain = {"method": None}
-    with LLM(str(model), speculative_config=plain, progress=False, max_model_len=96) as llm:
+    with LLM(str(model), speculative_config=plain, progress=False, **roomy) as llm:
         outputs = llm.generate([fields["prompt"] for fields in given], params)
     return [
         Case(
