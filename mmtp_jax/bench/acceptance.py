@@ -45,13 +45,15 @@ def propose_history(
     return jnp.where(own < 0, own, history.at[slot, index].get(mode="clip"))
 
 
-def enter(state: EngineState, table: np.ndarray) -> EngineState:
-    """The state with `table`'s proposals in the history, from each request's newest token on."""
-    slots, width = state.tokens.shape
+def enter(state: EngineState, table: np.ndarray, first: np.ndarray) -> EngineState:
+    """The state with `table`'s proposals in the history, from index `first` [requests] on, which
+    must lie beyond all tokens."""
+    num_slots, width = state.tokens.shape
     rows, columns = table.shape
-    padded = np.pad(table, ((0, slots - rows), (0, width - columns)))
-    ahead = jnp.arange(width) >= state.length[:, None]
-    return dataclasses.replace(state, tokens=jnp.where(ahead, padded, state.tokens))
+    padded = np.pad(table, ((0, num_slots - rows), (0, width - columns)))
+    start = np.pad(first, (0, num_slots - rows), constant_values=width)
+    beyond = np.arange(width) >= start[:, None]
+    return dataclasses.replace(state, tokens=jnp.where(beyond, padded, state.tokens))
 
 
 def expected_tokens_per_step(probability: float, num_drafts: int) -> float:

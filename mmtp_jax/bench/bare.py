@@ -9,22 +9,24 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mmtp_jax.bench.roofline import Part
 from mmtp_jax.engine.core import EngineCore
 from mmtp_jax.engine.plan import StepPlan
-from mmtp_jax.engine.programs import empty_plan
-from mmtp_jax.engine.scheduler import ScheduledStep
+from mmtp_jax.engine.programs import Programs
+from mmtp_jax.engine.request import Request
 from mmtp_jax.engine.state import EngineState
+from mmtp_jax.models.model import Params
 
 ROUNDS = 3
 # Steps of a round: each has a copy of the requests' arrays.
 MOST_STEPS = 64
+# What a repeated step writes again as it is: large, or of no request.
+_KEPT = ("pages", "sampling", "row_states", "row_targets")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,57 +39,69 @@ class BareStep:
 
 
 def bare_step(core: EngineCore, steps: int) -> BareStep:
-    """Measure the step that the engine would dispatch next.
-
-    Its requests must be finished afterwards: the engine knows nothing of these steps.
-    """
-    scheduled = core.scheduler.schedule()
-    assert scheduled is not None and not scheduled.admissions
-    plan = jax.device_put(_plan(core, scheduled))
-    program = core.programs.step(scheduled.bucket)
-    before = _requests(core.state)
-    computed = np.asarray(core.state.computed)
+    """Run one step of the engine, and measure repetitions of it. The engine can go on afterwards:
+    the last repetition leaves the state that the step left."""
+    programs = core.programs
+    recorder = _Recorder(programs)
+    core.programs = cast(Programs, recorder)
+    core.step()
+    core.programs = programs
+    step = recorder.step_call
+    plan = jax.device_put(step.plan)
     rounds = []
     steps = min(steps, MOST_STEPS)
     for _ in range(ROUNDS):
-        states = [jax.tree.map(jnp.copy, before) for _ in range(steps)]
-        jax.block_until_ready((core.state, states))
+        copies = [jax.tree.map(jnp.copy, step.requests) for _ in range(steps)]
+        jax.block_until_ready((core.state, copies))
         begin = time.perf_counter()
-        for requests in states:
+        for requests in copies:
             state = dataclasses.replace(core.state, **requests)
-            core.state, output = program(core.params, state, plan)
+            core.state, output = step.program(core.params, state, plan)
         jax.block_until_ready(output)
         rounds.append(1e3 * (time.perf_counter() - begin) / steps)
-    return BareStep(
-        milliseconds=statistics.median(rounds),
-        rows=scheduled.bucket,
-        parts=tuple(
-            Part(int(computed[row.slot]) + row.num_rows, row.num_rows, row.samples)
-            for row in scheduled.requests
-        ),
-    )
+    parts = tuple(_part(request) for request in core.scheduler.running)
+    return BareStep(statistics.median(rounds), step.num_rows, parts)
 
 
-def _plan(core: EngineCore, scheduled: ScheduledStep) -> StepPlan:
-    plan = empty_plan(core.programs.buckets[scheduled.bucket], core.config.max_num_seqs)
-    entries: list[tuple[int, int, int, int]] = []
-    for index, row in enumerate(scheduled.requests):
-        plan.slot[index] = row.slot
-        plan.rows[index] = row.num_rows
-        plan.capacity[index] = row.capacity
-        for group, new in enumerate(row.entries):
-            entries.extend((group, row.slot, column, page) for column, page in new)
-    if entries:
-        plan.entries[: len(entries)] = entries
-    return plan
+def _part(request: Request) -> Part:
+    """A request's part of the step in flight; all before it were read."""
+    (step,) = request.in_flight
+    context = request.length + step.num_rows - 1 if step.samples else request.max_computed
+    return Part(context, step.num_rows, step.samples)
 
 
-def _requests(state: EngineState) -> dict[str, Any]:
-    """Copies of what a step changes of the requests; pages are left as they are, because a
-    repeated step writes the same values again."""
-    kept = ("pages", "sampling", "row_states", "row_targets")
-    return {
-        field.name: jax.tree.map(jnp.copy, getattr(state, field.name))
-        for field in dataclasses.fields(state)
-        if field.name not in kept
-    }
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A program, and what it was called with: of the state, copies of what it changes of the
+    requests."""
+
+    program: Any
+    num_rows: int
+    requests: dict[str, Any]
+    plan: StepPlan
+
+
+class _Recorder:
+    """Stands in for an engine's programs, and remembers the last call of a step."""
+
+    step_call: _Call
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._programs, name)
+
+    def step(self, num_rows: int, *, collect: bool = False) -> Any:
+        program = self._programs.step(num_rows, collect=collect)
+
+        def call(params: Params, state: EngineState, plan: StepPlan) -> Any:
+            requests = {
+                field.name: jax.tree.map(jnp.copy, getattr(state, field.name))
+                for field in dataclasses.fields(state)
+                if field.name not in _KEPT
+            }
+            self.step_call = _Call(program, num_rows, requests, plan)
+            return program(params, state, plan)
+
+        return call

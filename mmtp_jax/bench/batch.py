@@ -110,7 +110,10 @@ class FixedBatch:
         while scheduler.waiting or any(request.prefilling for request in scheduler.running):
             self._step()
         if self.proposals is not None:
-            self.core.state = enter(self.core.state, self.proposals)
+            # Unread steps may have committed up to a window each.
+            width = self.core.num_speculative_tokens + 1
+            first = [request.length + width * len(request.in_flight) for request in self.running]
+            self.core.state = enter(self.core.state, self.proposals, np.asarray(first))
 
     def steps(self, count: int) -> Timing:
         """Run steps in which the whole batch decodes; `ConfigError` if a request ended."""
