@@ -75,15 +75,19 @@ def run(llm: LLM) -> dict[str, RequestOutput]:
 
 
 @cache
+def shared(k: int = MODULES) -> LLM:
+    """An engine for all tests that need nothing special."""
+    return LLM.from_loaded(model(k))
+
+
+@cache
 def plain() -> dict[str, RequestOutput]:
-    with LLM.from_loaded(model(0)) as llm:
-        return run(llm)
+    return run(shared(0))
 
 
 @cache
 def drafted() -> dict[str, RequestOutput]:
-    with LLM.from_loaded(model()) as llm:
-        return run(llm)
+    return run(shared())
 
 
 @cache
@@ -149,11 +153,10 @@ def test_speculation_changes_nothing(name: str) -> None:
 
 
 def test_requests_without_a_grammar_are_as_if_alone() -> None:
-    with LLM.from_loaded(model(0)) as llm:
-        alone = [
-            llm.generate(prompt, params)[0]
-            for prompt, params in zip(FREE_PROMPTS, FREE, strict=True)
-        ]
+    alone = [
+        shared(0).generate(prompt, params)[0]
+        for prompt, params in zip(FREE_PROMPTS, FREE, strict=True)
+    ]
     for index, output in enumerate(alone):
         assert output.token_ids == plain()[f"free {index}"].token_ids
 
@@ -212,25 +215,22 @@ def test_samples_have_grammars_of_their_own() -> None:
     params = SamplingParams(
         n=4, structured_outputs=CONSTRAINTS["regex"], temperature=1.0, seed=3, max_tokens=40
     )
-    with LLM.from_loaded(model()) as llm:
-        (output,) = llm.generate([[5, 6, 7]], params)
+    (output,) = shared().generate([[5, 6, 7]], params)
     texts = [sample.text for sample in output.outputs]
     assert len(set(texts)) > 1
     assert all(re.fullmatch(CONSTRAINTS["regex"]["regex"], text) for text in texts)
 
 
 def test_stops_still_end_the_text() -> None:
-    with LLM.from_loaded(model()) as llm:
-        params = SamplingParams(structured_outputs={"regex": "a{5}b"}, temperature=0.0, stop="aaa")
-        (output,) = llm.generate([[5, 6, 7]], params)
-        assert (output.text, output.outputs[0].stop_reason) == ("", "aaa")
-        (token,) = llm.tokenizer.encode("b")
-        params = SamplingParams(
-            structured_outputs={"regex": "a{5}b"}, temperature=0.0, stop_token_ids=[token]
-        )
-        (output,) = llm.generate([[5, 6, 7]], params)
-        assert (output.text, output.outputs[0].stop_reason) == ("aaaaa", token)
-        assert_idle(llm)
+    llm = shared()
+    params = SamplingParams(structured_outputs={"regex": "a{5}b"}, temperature=0.0, stop="aaa")
+    (output,) = llm.generate([[5, 6, 7]], params)
+    assert (output.text, output.outputs[0].stop_reason) == ("", "aaa")
+    (token,) = llm.tokenizer.encode("b")
+    params = dataclasses.replace(params, stop=(), stop_token_ids=[token])
+    (output,) = llm.generate([[5, 6, 7]], params)
+    assert (output.text, output.outputs[0].stop_reason) == ("aaaaa", token)
+    assert_idle(llm)
 
 
 def test_a_grammar_that_fails_ends_its_request_only() -> None:
@@ -271,16 +271,15 @@ def test_leaving_a_stream_in_the_middle() -> None:
                     return output.text
         raise AssertionError("the stream ended")
 
-    with LLM.from_loaded(model()) as llm:
-        assert re.fullmatch("[a-z]{6,}", asyncio.run(leave(llm)))
-        assert llm.generate([PROMPTS[name]], CASES[name])[0].token_ids == plain()[name].token_ids
-        assert_idle(llm)
+    llm = shared()
+    assert re.fullmatch("[a-z]{6,}", asyncio.run(leave(llm)))
+    assert llm.generate([PROMPTS[name]], CASES[name])[0].token_ids == plain()[name].token_ids
+    assert_idle(llm)
 
 
 def test_chat_answers_match() -> None:
     params = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, temperature=0.0)
-    with LLM.from_loaded(model()) as llm:
-        (output,) = llm.chat([{"role": "user", "content": "is it?"}], params)
+    (output,) = shared().chat([{"role": "user", "content": "is it?"}], params)
     assert output.text in ("yes", "no") and output.finish_reason == "stop"
 
 

@@ -213,9 +213,10 @@ def run_random(seed: int, num_modules: int | None = None, page_size: int | None 
 
 
 @pytest.mark.parametrize("num_modules", range(9))
-def test_random_load_is_exact(num_modules: int) -> None:
+@pytest.mark.parametrize("seeds", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_random_load_is_exact(num_modules: int, seeds: int) -> None:
     hits = 0
-    for seed in range(8):
+    for seed in range(seeds):
         server = run_random(100 * num_modules + seed, num_modules)
         hits += sum(request.num_cached_tokens for request in server.requests)
     assert hits > 0
@@ -384,7 +385,12 @@ class ServerMachine(RuleBasedStateMachine):
 
 
 TestServerMachine = ServerMachine.TestCase
-TestServerMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestServerMachine.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.slow
+class TestServerMachineForLong(TestServerMachine):
+    settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
 
 
 def tokens_of_step(step: ScheduledStep | None) -> list[tuple[str, int]]:
