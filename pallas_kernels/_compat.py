@@ -8,6 +8,7 @@ import jax
 from jax import Array
 from jax.experimental.pallas import triton
 
+accumulate = jax.ref.addupdate
 dot = triton.dot
 load = triton.load
 store = triton.store
@@ -37,3 +38,10 @@ def take_ticket(ref: Any, index: tuple[Array, ...]) -> Array:
         return ticket
     triton.debug_barrier()  # the increment is done by one thread, after the writes of all
     return triton.atomic_add(ref, index, 1)
+
+
+def barrier() -> None:
+    """Wait for all threads of this program: what it wrote before is read after. The interpreter
+    needs none."""
+    if not interpreted():
+        triton.debug_barrier()
