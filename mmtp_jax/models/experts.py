@@ -76,10 +76,13 @@ class Experts(nnx.Module):
         self.down = parameter((count, size, hidden), outward, std=size**-0.5)
 
     def every(self, x: Float[Array, "T H"], weights: Float[Array, "T S"]) -> Float[Array, "T H"]:
-        """Each row through all of them, weighted."""
-        gate_up = jnp.einsum("th,shcf->tscf", x, self.gate_up[...])
-        hidden = gated(gate_up, None) * weights[:, :, None].astype(x.dtype)
-        return jnp.einsum("tsf,sfh->th", hidden, self.down[...])
+        """Each row through all of them, weighted. One product per expert: a single one for all
+        would copy the weights, whose expert axis comes first."""
+        rows = jnp.broadcast_to(x, (weights.shape[1], *x.shape))
+        gate_up = jnp.einsum("sth,shcf->stcf", rows, self.gate_up[...])
+        hidden = gated(gate_up, None) * weights.T[:, :, None].astype(x.dtype)
+        y = jnp.einsum("stf,sfh->sth", hidden, self.down[...], preferred_element_type=jnp.float32)
+        return jnp.sum(y, axis=0).astype(x.dtype)
 
 
 class MoE(nnx.Module):
