@@ -27,6 +27,7 @@ from mmtp_jax.weights.errors import ModelError
 from mmtp_jax.weights.resolve import cache_directory
 
 PROG = "python -m mmtp_jax.bench"
+PRESETS = f"--model also takes {', '.join((*NAMES, *ARCHITECTURES))}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,9 +94,8 @@ def _throughput(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str,
 
 
 def _startup(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    options = [argument for argument in arguments.options if argument != "--"]
     with loadable(arguments.model, arguments.load_format) as (model, load_format):
-        result = startup(model, load_format, options)
+        result = startup(model, load_format, arguments.options)
     # Only now: the servers had the device to themselves.
     facts = report.environment(argv) | {"result": dataclasses.asdict(result)}
     _write(arguments.json, facts)
@@ -137,8 +137,7 @@ def _write(file: Path | None, facts: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    presets = ", ".join((*NAMES, *ARCHITECTURES))
-    parser = Parser(PROG, f"Measure the engine. --model also takes {presets}.")
+    parser = Parser(PROG, "Measure the engine.")
     commands = parser.add_subparsers(prog=PROG, dest="command", required=True, metavar="COMMAND")
     _add_latency(commands)
     _add_throughput(commands)
@@ -149,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_latency(commands: Any) -> None:
     default = LatencyOptions()
     text = "milliseconds per step and tokens per second of batches that decode"
-    one = commands.add_parser("latency", help=text, description=text)
+    one = commands.add_parser("latency", help=text, description=f"{text}; {PRESETS}")
     add_model_options(one)
     group = one.add_argument_group("measurement")
     several: dict[str, Any] = {"type": int, "nargs": "+"}
@@ -175,7 +174,7 @@ def _add_latency(commands: Any) -> None:
 def _add_throughput(commands: Any) -> None:
     default = ThroughputOptions()
     text = "tokens and requests per second of many requests"
-    one = commands.add_parser("throughput", help=text, description=text)
+    one = commands.add_parser("throughput", help=text, description=f"{text}; {PRESETS}")
     add_model_options(one)
     group = one.add_argument_group("measurement")
     for flag, value, help in (
@@ -194,7 +193,7 @@ def _add_throughput(commands: Any) -> None:
 
 def _add_startup(commands: Any) -> None:
     text = "seconds until a server is ready, with an empty cache of programs and with a full one"
-    one = commands.add_parser("startup", help=text, description=text)
+    one = commands.add_parser("startup", help=text, description=f"{text}; {PRESETS}")
     group = one.add_argument_group("measurement")
     option(group, "--model", default=next(iter(NAMES)), help="what the server serves")
     choices = ("auto", "dummy")

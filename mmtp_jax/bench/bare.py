@@ -14,8 +14,8 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from mmtp_jax.bench.batch import FixedBatch
 from mmtp_jax.bench.roofline import Part
-from mmtp_jax.engine.core import EngineCore
 from mmtp_jax.engine.plan import StepPlan
 from mmtp_jax.engine.programs import Programs
 from mmtp_jax.engine.request import Request
@@ -38,13 +38,14 @@ class BareStep:
     parts: tuple[Part, ...]
 
 
-def bare_step(core: EngineCore, steps: int) -> BareStep:
-    """Run one step of the engine, and measure repetitions of it. The engine can go on afterwards:
+def bare_step(batch: FixedBatch, steps: int) -> BareStep:
+    """Run one step of the batch, and measure repetitions of it. The batch can go on afterwards:
     the last repetition leaves the state that the step left."""
+    core = batch.core
     programs = core.programs
     recorder = _Recorder(programs)
     core.programs = cast(Programs, recorder)
-    core.step()
+    batch.steps(1)
     core.programs = programs
     step = recorder.step_call
     plan = jax.device_put(step.plan)

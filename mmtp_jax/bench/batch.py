@@ -155,6 +155,10 @@ class FixedBatch:
     def run_to_the_end(self) -> list[list[int]]:
         """Prompts and greedy continuations, as long as the engine's context."""
         self.start()
+        return self.continue_to_the_end()
+
+    def continue_to_the_end(self) -> list[list[int]]:
+        """The same, from where the requests are."""
         while self.core.has_work:
             self._step()
         return self.texts

@@ -185,7 +185,7 @@ def _measure(batch: FixedBatch, mode: Mode, options: LatencyOptions, rates: Rate
     if options.profile is not None:
         with trace(options.profile / f"{mode}-k{core.num_speculative_tokens}-b{size}"):
             batch.steps(PROFILED_STEPS)
-    bare = bare_step(core, options.steps)
+    bare = bare_step(batch, options.steps)
     batch.finish()
     floor = step_floor(core.graph, core.params, bare.parts, rates)
     engine_ms = statistics.median(timing.milliseconds)
@@ -225,7 +225,7 @@ def _measure_mixed(batch: FixedBatch, rates: Rates) -> Mixed:
     batch.steps(WARM_UP_STEPS)
     batch.steps_with_chunks(1)
     timing = batch.steps_with_chunks(LONG_PROMPTS - 1)
-    bare = bare_step(batch.core, len(timing.milliseconds))
+    bare = bare_step(batch, len(timing.milliseconds))
     batch.finish()
     floor: Floor = step_floor(batch.core.graph, batch.core.params, bare.parts, rates)
     return Mixed(

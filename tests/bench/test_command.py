@@ -74,13 +74,13 @@ def test_drafts_are_accepted_as_often_as_they_should_be(latency: dict[str, Any])
 
 
 def test_steps_with_chunks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--num-speculative-tokens=0", "--prefill-chunk=5", f"--model={model}"]
-    assert main([*LATENCY, *options]) == 0
+    options = ["--num-speculative-tokens=2", "--prefill-chunk=5", "--max-model-len=112"]
+    assert main([*LATENCY, *options, f"--model={model}"]) == 0
     output = capsys.readouterr()
     assert "roofline" in output.err and "with chunk" in output.err
     (one,) = json.loads(output.out)["results"]
     mixed = one["mixed"]
-    assert one["rows"] == 2 and mixed["prefill_chunk"] == 5 and mixed["rows"] == 7
+    assert one["rows"] == 6 and mixed["prefill_chunk"] == 5 and mixed["rows"] == 11
     assert mixed["bare_ratio"] == mixed["bare_ms_per_step"] / one["bare_ms_per_step"]
     assert mixed["engine_ratio"] == mixed["engine_ms_per_step"] / one["engine_ms_per_step"]
     assert mixed["floor_ms"] > 0
