@@ -6,7 +6,6 @@ device decides (accepted drafts, stop ids, limits) is already in its state when 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,8 +20,8 @@ from mmtp_jax.engine.buckets import buckets
 from mmtp_jax.engine.delta import TokenDelta
 from mmtp_jax.engine.grammar import Grammar, fill_masks
 from mmtp_jax.engine.logprobs import PromptCollector, taken_logprobs
-from mmtp_jax.engine.plan import PromptLogprobs, StepOutput
-from mmtp_jax.engine.programs import Programs, Progress, empty_admission, empty_plan
+from mmtp_jax.engine.plan import RequestOutput, RowLogprobs, StepOutput, StepPlan
+from mmtp_jax.engine.programs import Programs, Progress, empty_admission
 from mmtp_jax.engine.request import FinishReason, Request
 from mmtp_jax.engine.scheduler import (
     ScheduledAdmission,
@@ -44,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # Rows per scoring chunk: all their logits of all modules are held at once.
 SCORE_CHUNK = 64
+# Of a request that ended or was preempted since.
+_DROPPED = StepResult(())
 
 
 @dataclass
@@ -60,6 +61,10 @@ class _Live:
     grammar: Grammar | None = None
     drafts: tuple[int, ...] = ()  # with a grammar: what the next step verifies
 
+    def wants_logprobs(self, samples: bool) -> bool:
+        """Of a step that samples a token or does not."""
+        return self.prompt is not None or (samples and self.params.logprobs is not None)
+
 
 @dataclass(frozen=True)
 class _InFlight:
@@ -68,7 +73,7 @@ class _InFlight:
     scheduled: ScheduledStep
     output: StepOutput
     live: tuple[_Live, ...]
-    prompt: PromptLogprobs | None
+    logprobs: RowLogprobs | None
 
 
 class EngineCore:
@@ -231,29 +236,22 @@ class EngineCore:
         live = tuple(self._live[row.request.request_id] for row in scheduled.requests)
         self._upload_masks(scheduled, live)
         bucket = self.programs.buckets[scheduled.bucket]
-        plan = empty_plan(bucket, self.config.max_num_seqs)
-        entries: list[tuple[int, int, int, int]] = []
-        for index, row in enumerate(scheduled.requests):
-            plan.slot[index] = row.slot
-            plan.rows[index] = row.num_rows
-            plan.capacity[index] = row.capacity
-            for group, new in enumerate(row.entries):
-                entries.extend((group, row.slot, column, page) for column, page in new)
-        if entries:
-            plan.entries[: len(entries)] = entries
-        plan.logprobs[...] = any(one.params.logprobs is not None for one in live)
+        plan = StepPlan.pack(bucket, self.config.max_num_seqs, scheduled.requests)
         collect = any(one.collector is not None for one in live)
         program = self.programs.step(scheduled.bucket, collect=collect)
         self.state, output = program(self.params, self.state, plan)
-        for leaf in (output.tokens, output.count, output.drafted, output.done):
-            leaf.copy_to_host_async()
+        output.packed.copy_to_host_async()
         self.stats.steps += 1
-        prompt = None
-        if any(one.prompt is not None for one in live):
-            prompt = self.programs.prompt_logprobs(
-                self.params, self.state, np.int32(plan.rows.sum())
-            )
-        return _InFlight(scheduled, output, live, prompt)
+        logprobs = None
+        if any(
+            one.wants_logprobs(row.samples)
+            for row, one in zip(scheduled.requests, live, strict=True)
+        ):
+            num_rows = np.int32(plan.rows.sum())
+            logprobs = self.programs.logprobs(self.params, self.state, num_rows)
+            for leaf in jax.tree.leaves(logprobs):
+                leaf.copy_to_host_async()
+        return _InFlight(scheduled, output, live, logprobs)
 
     def _upload_masks(self, scheduled: ScheduledStep, live: tuple[_Live, ...]) -> None:
         """Tell the device what the grammars allow in the rows that this step samples from."""
@@ -296,33 +294,32 @@ class EngineCore:
             self.state = self.programs.set_bias(self.state, np.int32(scheduled.slot), live.bias)
 
     def _read(self, step: _InFlight) -> list[TokenDelta]:
-        output = _fetch(step)
-        prompt = jax.device_get(step.prompt)
-        results, current = [], []
-        for index, (row, live) in enumerate(zip(step.scheduled.requests, step.live, strict=True)):
-            emitted = tuple(output.tokens[index, : output.count[index]].tolist())
-            stopped = bool(output.done[index]) and emitted[-1] in live.stop_ids
-            reason: FinishReason | None = "stop" if stopped else None
-            current.append(row.is_current)
-            if row.is_current:
-                if live.collector is not None:
-                    live.collector(step.output, index)
-                if live.prompt is not None:
-                    first = int(output.first_row[index]), int(output.first_position[index])
-                    live.prompt.take(prompt, *first, row.num_rows)
-                if live.grammar is not None and emitted:
-                    live.drafts = tuple(output.drafts[index].tolist())
-                    if not self._follow(live.grammar, emitted, live.request.request_id):
-                        reason = "error"
-            results.append(StepResult(emitted, reason))
-        self.scheduler.update(step.scheduled, results)
-        deltas = []
-        for index, (live, result) in enumerate(zip(step.live, results, strict=True)):
-            if not current[index] or not result.token_ids:
+        scheduled, outputs = step.scheduled, step.output.unpack(len(step.live))
+        logprobs = jax.device_get(step.logprobs)
+        results = []
+        for index, (row, live, output) in enumerate(
+            zip(scheduled.requests, step.live, outputs, strict=True)
+        ):
+            if not row.is_current:
+                results.append(_DROPPED)
                 continue
-            deltas.append(self._delta(live, result, output, index))
-            if live.request.finish_reason is not None:
-                self._live.pop(live.request.request_id, None)
+            reason: FinishReason | None = None
+            if output.done and output.tokens[-1] in live.stop_ids:
+                reason = "stop"
+            if live.collector is not None:
+                live.collector(step.output, index)
+            if live.prompt is not None:
+                live.prompt.take(logprobs, output.first_row, output.first_position, row.num_rows)
+            if live.grammar is not None and output.tokens:
+                live.drafts = tuple(output.drafts)
+                if not self._follow(live.grammar, output.tokens, live.request.request_id):
+                    reason = "error"
+            results.append(StepResult(output.tokens, reason))
+        self.scheduler.update(scheduled, results)
+        deltas = []
+        for live, result, output in zip(step.live, results, outputs, strict=True):
+            if result.token_ids:
+                deltas.append(self._delta(live, result, output, logprobs))
         return deltas
 
     def _follow(self, grammar: Grammar, emitted: Sequence[int], request_id: str) -> bool:
@@ -332,39 +329,36 @@ class EngineCore:
             logger.warning("the grammar of request %s cannot go on: %s", request_id, grammar.error)
         return grammar.error is None
 
-    def _delta(self, live: _Live, result: StepResult, output: StepOutput, index: int) -> TokenDelta:
-        request, emitted = live.request, tuple(result.token_ids)
+    def _delta(
+        self,
+        live: _Live,
+        result: StepResult,
+        output: RequestOutput,
+        logprobs: RowLogprobs | None,
+    ) -> TokenDelta:
+        request, count = live.request, len(output.tokens)
         # A stop token ends the drafts that count: those after it were never wanted.
-        verified = int(output.drafted[index])
+        drafted = output.drafted
         if result.finish_reason == "stop":
-            verified = min(verified, len(emitted) - 1)
-        wanted = live.params.logprobs
+            drafted = min(drafted, count - 1)
+        taken = None
+        if live.params.logprobs is not None:
+            assert logprobs is not None
+            # The newest token before these was the last one that the step knew.
+            newest = request.length - count - 1
+            row = output.first_row + newest - output.first_position
+            taken = taken_logprobs(logprobs, row, count, live.params.logprobs)
         prompt, live.prompt = live.prompt, None
-        delta = TokenDelta(
+        self.stats.count(drafted, count - 1, count)
+        if request.finish_reason is not None:
+            self._live.pop(request.request_id, None)
+        return TokenDelta(
             request_id=request.request_id,
-            token_ids=emitted,
-            drafted=verified,
-            accepted=len(emitted) - 1,
+            token_ids=tuple(output.tokens),
+            drafted=drafted,
+            accepted=count - 1,
             num_cached_tokens=request.num_cached_tokens,
             finish_reason=request.finish_reason,
-            logprobs=None
-            if wanted is None
-            else taken_logprobs(output.logprobs, index, len(emitted), wanted),
+            logprobs=taken,
             prompt_logprobs=None if prompt is None else prompt.result(),
         )
-        self.stats.count(delta.drafted, delta.accepted, len(emitted))
-        return delta
-
-
-def _fetch(step: _InFlight) -> StepOutput:
-    """A step's output on the host; what none of its requests asked for stays on the device."""
-    output, live = step.output, step.live
-    names = ["tokens", "count", "drafted", "done"]
-    if any(one.grammar is not None for one in live):
-        names.append("drafts")
-    if any(one.params.logprobs is not None for one in live):
-        names.append("logprobs")
-    if any(one.prompt is not None for one in live):
-        names += ["first_row", "first_position"]
-    fetched = jax.device_get({name: getattr(output, name) for name in names})
-    return dataclasses.replace(output, **fetched)

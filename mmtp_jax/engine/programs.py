@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from mmtp_jax.engine.buckets import Bucket, round_up
-from mmtp_jax.engine.logprobs import prompt_logprobs
+from mmtp_jax.engine.logprobs import row_logprobs
 from mmtp_jax.engine.plan import StepPlan
 from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit
 from mmtp_jax.engine.step import Chooser, StepShape, step
@@ -55,17 +55,6 @@ def enable_compilation_cache(directory: Path) -> None:
         jax.config.update("jax_compilation_cache_max_size", CACHED_PROGRAMS_BYTES)
     else:
         jax.config.update("jax_persistent_cache_enable_xla_caches", None)
-
-
-def empty_plan(bucket: Bucket, num_slots: int) -> StepPlan:
-    """A plan in which every request is padding."""
-    return StepPlan(
-        slot=np.full(bucket.num_requests, num_slots, np.int32),
-        rows=np.zeros(bucket.num_requests, np.int32),
-        capacity=np.zeros(bucket.num_requests, np.int32),
-        entries=np.full((bucket.num_entries, 4), num_slots, np.int32),
-        logprobs=np.array(False),
-    )
 
 
 def empty_admission(state: EngineState) -> AdmissionArrays:
@@ -112,7 +101,7 @@ class Programs:
         self._width = width
         self._unroll = unroll
         self._choose_draft = choose_draft
-        self._num_slots = state.length.shape[0]
+        self._num_slots = state.num_slots
         self._abstract_state = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
         )
@@ -131,7 +120,7 @@ class Programs:
             _set_bias, np.int32(0), np.zeros(graph.config.vocab_size, np.float32)
         )
         jobs["masks"] = lambda: self._compile(_set_masks, *self.empty_masks(1))
-        jobs["prompt log-probabilities"] = self._compile_prompt_logprobs
+        jobs["log-probabilities"] = self._compile_logprobs
         done = {}
         with ThreadPoolExecutor(max_workers=min(len(jobs), os.cpu_count() or 1)) as pool:
             futures = {pool.submit(job): name for name, job in jobs.items()}
@@ -142,7 +131,7 @@ class Programs:
         self.admit = done["admission"]
         self.set_bias = done["bias"]
         self._upload_masks = done["masks"]
-        self.prompt_logprobs = done["prompt log-probabilities"]
+        self.logprobs = done["log-probabilities"]
         self._steps = {size: done[f"step of {size} rows"] for size in self.buckets}
 
     @property
@@ -185,8 +174,8 @@ class Programs:
         with self._on_mesh():
             return program.lower(self._abstract_state, *arguments).compile()
 
-    def _compile_prompt_logprobs(self) -> Any:
-        program = jax.jit(functools.partial(prompt_logprobs, self._graph))
+    def _compile_logprobs(self) -> Any:
+        program = jax.jit(functools.partial(row_logprobs, self._graph))
         with self._on_mesh():
             return program.lower(self._params, self._abstract_state, np.int32(0)).compile()
 
@@ -203,7 +192,7 @@ class Programs:
             donate_argnums=1,
             out_shardings=None if self._state_sharding is None else (self._state_sharding, None),
         )
-        plan = empty_plan(bucket, self._num_slots)
+        plan = StepPlan.pack(bucket, self._num_slots)
         with self._on_mesh():
             return program.lower(self._params, self._abstract_state, plan).compile()
 

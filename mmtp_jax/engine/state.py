@@ -8,13 +8,13 @@ hidden states of the last `lag` computed positions, newest last.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from mmtp_jax.cache.layout import CacheLayout
 from mmtp_jax.cache.pages import Pages, allocate, copy_page
@@ -22,22 +22,38 @@ from mmtp_jax.models.sharding import cache_sharding
 from mmtp_jax.sampling.state import SamplingState, empty, write_slot
 
 
+class Numbers(NamedTuple):
+    """What is counted of each request: tokens and positions (see above), the `limit` of its tokens,
+    the `drafts` it holds, the positions `target_valid` that the target's cache was given, and
+    whether it is `done` (0 or 1)."""
+
+    length: Int32[Array, "*B"]
+    computed: Int32[Array, "*B"]
+    limit: Int32[Array, "*B"]
+    drafts: Int32[Array, "*B"]
+    target_valid: Int32[Array, "*B"]
+    done: Int32[Array, "*B"]
+
+    @classmethod
+    def unpack(cls, packed: Int32[Array, "*B 6"]) -> Numbers:
+        return cls(*(packed[..., column] for column in range(len(cls._fields))))
+
+    def pack(self) -> Int32[Array, "*B 6"]:
+        return jnp.stack(self, axis=-1)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EngineState:
     """R slots. `tokens` holds prompt, output and current drafts; it is `num_drafts` wider than
-    max_model_len because drafts reach that far past the newest token. `row_states` are the final
-    hidden states of the latest step's rows, `row_targets` the known tokens after them: what
-    log-probabilities of prompts are computed from, in a program of their own.
+    max_model_len because drafts reach that far past the newest token. `numbers` are every slot's
+    `Numbers` side by side. `row_states` are the final hidden states of the latest step's rows,
+    `row_targets` the tokens after them (known, or drawn from the row): what log-probabilities are
+    computed from, in a program of their own.
     """
 
     tokens: Int32[Array, "R L"]
-    length: Int32[Array, " R"]
-    computed: Int32[Array, " R"]
-    limit: Int32[Array, " R"]
-    drafts: Int32[Array, " R"]
-    done: Bool[Array, " R"]
-    target_valid: Int32[Array, " R"]
+    numbers: Int32[Array, "R 6"]
     exact: Int32[Array, "R N"]
     hidden: Float[Array, "R lag H"]
     tables: tuple[Int32[Array, "R MP"], ...]
@@ -45,6 +61,10 @@ class EngineState:
     sampling: SamplingState
     row_states: Float[Array, "T H"]
     row_targets: Int32[Array, " T"]
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.numbers.shape[0])
 
 
 @jax.tree_util.register_dataclass
@@ -77,16 +97,11 @@ def initial_state(
     dtype: np.dtype,
 ) -> EngineState:
     """All slots empty; `lag` = max(num_modules, 1) hidden states suffice for any accepted count."""
-    zeros = jnp.zeros(num_slots, jnp.int32)
+    zero = jnp.zeros(num_slots, jnp.int32)
     width = -(-max_model_len // page_size)
     return EngineState(
         tokens=jnp.zeros((num_slots, max_model_len + max(num_drafts, 1)), jnp.int32),
-        length=zeros,
-        computed=jnp.copy(zeros),
-        limit=jnp.copy(zeros),
-        drafts=jnp.copy(zeros),
-        done=jnp.ones(num_slots, bool),
-        target_valid=jnp.copy(zeros),
+        numbers=Numbers(zero, zero, zero, zero, zero, done=zero + 1).pack(),
         exact=jnp.zeros((num_slots, num_modules), jnp.int32),
         hidden=jnp.zeros((num_slots, max(num_modules, 1), hidden_size), dtype),
         tables=tuple(jnp.zeros((num_slots, width), jnp.int32) for _ in layout.groups),
@@ -108,14 +123,11 @@ def admit(state: EngineState, new: AdmissionArrays) -> EngineState:
     """Put a request into a slot: every per-slot field is reset, shared pages are entered into the
     tables, partly reused pages are copied. One request at a time, so no index can repeat."""
     slot, length, computed, exact, target_valid, limit = (new.numbers[i] for i in range(6))
+    none = jnp.zeros_like(slot)
+    numbers = Numbers(length, computed, limit, none, target_valid, none)
     return EngineState(
         tokens=state.tokens.at[slot].set(new.tokens),
-        length=state.length.at[slot].set(length),
-        computed=state.computed.at[slot].set(computed),
-        limit=state.limit.at[slot].set(limit),
-        drafts=state.drafts.at[slot].set(0),
-        done=state.done.at[slot].set(False),
-        target_valid=state.target_valid.at[slot].set(target_valid),
+        numbers=state.numbers.at[slot].set(numbers.pack()),
         exact=state.exact.at[slot].set(exact),
         hidden=state.hidden.at[slot].set(0),
         tables=tuple(

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from mmtp_jax.engine.collect import all_logits
-from mmtp_jax.engine.logprobs import emitted_logprobs
-from mmtp_jax.engine.plan import LogprobOutput, StepOutput, StepPlan
-from mmtp_jax.engine.state import EngineState
+from mmtp_jax.engine.plan import StepOutput, StepPlan
+from mmtp_jax.engine.state import EngineState, Numbers
 from mmtp_jax.models.model import Model, ModelGraph, Params
 from mmtp_jax.models.rows import Rows, pack_rows
 from mmtp_jax.sampling.sampler import sample
@@ -49,25 +48,32 @@ class _Requests(NamedTuple):
 
     slot: Int32[Array, " B"]
     row: Int32[Array, " B"]
-    computed: Int32[Array, " B"]
-    length: Int32[Array, " B"]
+    numbers: Numbers
     tables: tuple[Int32[Array, "B MP"], ...]
 
 
 class _Emission(NamedTuple):
-    """What verification decided: the first `num_emitted` columns of `tokens` are emitted."""
+    """What verification decided: the first `num_emitted` columns of `tokens` are emitted.
+
+    `targets` are the tokens drawn from the step's rows, or after them where none was drawn.
+    """
 
     tokens: Int32[Array, "B W"]
     num_emitted: Int32[Array, " B"]
     ended: Bool[Array, " B"]
     num_draws: Int32[Array, " B"]
-    logprobs: LogprobOutput
+    targets: Int32[Array, " T"]
+
+    @property
+    def goes_on(self) -> Bool[Array, " B"]:
+        """Whether a request emitted and wants drafts."""
+        return (self.num_emitted > 0) & ~self.ended
 
 
 def _enter_pages(state: EngineState, plan: StepPlan) -> EngineState:
     """Write the plan's new page-table entries."""
     group, slot, column, page = plan.entries.T
-    unused = state.length.shape[0]
+    unused = state.num_slots
     tables = tuple(
         table.at[jnp.where(group == index, slot, unused), column].set(page, mode="drop")
         for index, table in enumerate(state.tables)
@@ -76,25 +82,24 @@ def _enter_pages(state: EngineState, plan: StepPlan) -> EngineState:
 
 
 def _requests(state: EngineState, plan: StepPlan) -> _Requests:
-    row = jnp.minimum(plan.slot, state.length.shape[0] - 1)
+    row = jnp.minimum(plan.slot, state.num_slots - 1)
     return _Requests(
         slot=plan.slot,
         row=row,
-        computed=state.computed[row],
-        length=state.length[row],
+        numbers=Numbers.unpack(state.numbers[row]),
         tables=tuple(table[row] for table in state.tables),
     )
 
 
-def _target_rows(state: EngineState, plan: StepPlan, requests: _Requests, num_rows: int) -> Rows:
+def _target_rows(plan: StepPlan, requests: _Requests, num_rows: int) -> Rows:
     """Rows this step computes: known tokens first, then as many drafts as the plan, the request's
     limit and its pages allow."""
-    row, computed, length = requests.row, requests.computed, requests.length
+    length, computed, limit, held, _, done = requests.numbers
     known = jnp.minimum(plan.rows, length - computed)
-    room = jnp.minimum(state.drafts[row], state.limit[row] - 1 - length)
+    room = jnp.minimum(held, limit - 1 - length)
     drafts = jnp.clip(plan.rows - known, 0, jnp.maximum(room, 0))
     count = jnp.clip(known + drafts, 0, jnp.maximum(plan.capacity - computed, 0))
-    count = jnp.where(state.done[row] | (plan.rows == 0), 0, count)
+    count = jnp.where((done != 0) | (plan.rows == 0), 0, count)
     return pack_rows(computed, count, requests.tables, num_rows)
 
 
@@ -122,7 +127,6 @@ def _emit(
     model: Model,
     shape: StepShape,
     state: EngineState,
-    plan: StepPlan,
     requests: _Requests,
     rows: Rows,
     normed: Float[Array, "T H"],
@@ -130,49 +134,60 @@ def _emit(
     """Draw the target's token at every index from `length` on that this step reached, and
     verify.
     """
-    slot, length, num_slots = requests.slot, requests.length, state.length.shape[0]
+    slot, (length, computed, limit, *_) = requests.slot, requests.numbers
     count = _count(rows)
-    reached = requests.computed + count - (length - 1)
+    reached = computed + count - (length - 1)
     num_draws = jnp.where(count > 0, jnp.maximum(reached, 0), 0)
     draw_rows = pack_rows(length - 1, num_draws, (), shape.logit_rows)
     owner = draw_rows.request
-    source = rows.cu_q_lens[owner] + draw_rows.position - requests.computed[owner]
+    source = rows.cu_q_lens[owner] + draw_rows.position - computed[owner]
     logits = model.target.logits(normed.at[source].get(mode="clip"))
-    draw_slot = jnp.where(draw_rows.real, slot[owner], num_slots)
+    draw_slot = jnp.where(draw_rows.real, slot[owner], state.num_slots)
     drawn = sample(logits, state.sampling, draw_slot, draw_rows.position + 1, state.tokens)
 
+    following = state.tokens.at[slot[rows.request], rows.position + 1].get(mode="clip")
+    drawn_from = jnp.where(draw_rows.real, source, shape.num_rows)
     column = jnp.arange(shape.width, dtype=jnp.int32)
     packed = jnp.minimum(draw_rows.cu_q_lens[:-1, None] + column, shape.logit_rows - 1)
     drafted = state.tokens.at[slot[:, None], length[:, None] + column].get(mode="clip")
     stop_ids = params_of(state.sampling, slot).stop_ids
     verdict = verify(drawn[packed], drafted, num_draws, stop_ids)
-    full = length + verdict.num_emitted >= state.limit[requests.row]
+    full = length + verdict.num_emitted >= limit
     return _Emission(
         tokens=drawn[packed],
         num_emitted=verdict.num_emitted,
         ended=verdict.stopped | ((verdict.num_emitted > 0) & full),
         num_draws=num_draws,
-        logprobs=emitted_logprobs(logits, drawn, plan.logprobs, packed),
+        targets=following.at[drawn_from].set(drawn, mode="drop"),
+    )
+
+
+def _advance(requests: _Requests, rows: Rows, emission: _Emission, num_drafts: int) -> Numbers:
+    """The requests' numbers after the step. A request that sampled has computed all tokens but the
+    newest."""
+    before, emitted = requests.numbers, emission.num_emitted
+    length = before.length + emitted
+    return before._replace(
+        length=length,
+        computed=jnp.where(emitted > 0, length - 1, before.computed + _count(rows)),
+        drafts=jnp.where(emission.goes_on, num_drafts, 0),
+        done=before.done | emission.ended,
     )
 
 
 def _commit(
-    state: EngineState, requests: _Requests, rows: Rows, emission: _Emission
+    state: EngineState, requests: _Requests, emission: _Emission, numbers: Numbers
 ) -> EngineState:
-    """Append the emitted tokens. A request that sampled has computed all tokens but the newest."""
+    """Append the emitted tokens and take over the new `numbers`."""
     slot, emitted = requests.slot, emission.num_emitted
     column = jnp.arange(emission.tokens.shape[1], dtype=jnp.int32)
-    emitting = jnp.where(column < emitted[:, None], slot[:, None], state.length.shape[0])
-    ahead = requests.length[:, None] + column
-    length = requests.length + emitted
-    computed = jnp.where(emitted > 0, length - 1, requests.computed + _count(rows))
-    done = state.done[requests.row] | emission.ended
+    emitting = jnp.where(column < emitted[:, None], slot[:, None], state.num_slots)
+    ahead = requests.numbers.length[:, None] + column
     return dataclasses.replace(
         state,
         tokens=state.tokens.at[emitting, ahead].set(emission.tokens, mode="drop"),
-        length=state.length.at[slot].set(length, mode="drop"),
-        computed=state.computed.at[slot].set(computed, mode="drop"),
-        done=state.done.at[slot].set(done, mode="drop"),
+        numbers=state.numbers.at[slot].set(numbers.pack(), mode="drop"),
+        row_targets=state.row_targets.at[: emission.targets.shape[0]].set(emission.targets),
     )
 
 
@@ -185,29 +200,29 @@ def _propose(
     requests: _Requests,
     rows: Rows,
     emission: _Emission,
+    numbers: Numbers,
     states: Float[Array, "T H"],
     capacity: Int32[Array, " B"],
 ) -> tuple[EngineState, Proposal, Rows]:
     """Bring every module up to `computed` and draft for the requests that go on.
 
-    `state` is committed, `requests` and `rows` are from before, `states` are the rows' hidden
-    states that the modules are fed with, `capacity` the positions that have pages.
+    `state` is committed, `requests` and `rows` are from before, `numbers` from after it; `states`
+    are the rows' hidden states that the modules are fed with, `capacity` the positions that have
+    pages.
     """
-    slot, row, num_slots = requests.slot, requests.row, state.length.shape[0]
-    computed, length = state.computed[row], state.length[row]
+    slot, before, computed = requests.slot, requests.numbers, numbers.computed
     accepted = jnp.maximum(emission.num_emitted - 1, 0)
-    exact = advance_exact(state.exact[row], requests.computed, requests.length, accepted)
+    exact = advance_exact(state.exact[requests.row], before.computed, before.length, accepted)
     start = jnp.min(exact, axis=1)
     behind = jnp.where(_count(rows) > 0, jnp.maximum(computed - start, 0), 0)
     window = pack_rows(start, behind, requests.tables, shape.num_rows)
-    drafting = (emission.num_emitted > 0) & ~emission.ended
     # Masks are for the indices just verified; beyond the newest token they would be stale.
     sampling = without_masks(state.sampling)
-    draft_slot = jnp.where(drafting, slot, num_slots)
+    draft_slot = jnp.where(emission.goes_on, slot, state.num_slots)
 
     def hidden_at(request: Int32[Array, "*X"], position: Int32[Array, "*X"]) -> Array:
         first = rows.cu_q_lens[request]
-        old = requests.computed[request]
+        old = before.computed[request]
         return _hidden_at(state.hidden, states, slot[request], position, old, first)
 
     assert graph.config.mtp is not None
@@ -222,8 +237,8 @@ def _propose(
             feed=hidden_at(window.request, window.position),
             slot=slot,
             exact=exact,
-            length=length,
-            drafting=drafting,
+            length=numbers.length,
+            drafting=emission.goes_on,
             capacity=capacity,
         ),
         lambda logits, index, history: choose_draft(logits, sampling, draft_slot, index, history),
@@ -233,12 +248,10 @@ def _propose(
     lag = state.hidden.shape[1]
     kept = computed[:, None] - lag + jnp.arange(lag)
     owner = jnp.broadcast_to(jnp.arange(slot.shape[0])[:, None], kept.shape)
-    held = jnp.where(drafting, graph.config.num_drafts, 0)
     state = dataclasses.replace(
         state,
         tokens=proposal.tokens,
         pages=proposal.pages,
-        drafts=state.drafts.at[slot].set(held, mode="drop"),
         exact=state.exact.at[slot].set(exact, mode="drop"),
         hidden=state.hidden.at[slot].set(hidden_at(owner, kept), mode="drop"),
     )
@@ -263,22 +276,21 @@ def step(
     state = _enter_pages(state, plan)
     requests = _requests(state, plan)
     with jax.named_scope("target"):
-        rows = _target_rows(state, plan, requests, shape.num_rows)
+        rows = _target_rows(plan, requests, shape.num_rows)
         inputs = state.tokens.at[plan.slot[rows.request], rows.position].get(mode="clip")
-        valid = state.target_valid[requests.row][rows.request]
+        valid = requests.numbers.target_valid[rows.request]
         write = rows.real & (rows.position >= valid)
-        following = state.tokens.at[plan.slot[rows.request], rows.position + 1].get(mode="clip")
         raw, pages = model.target(inputs, rows, write, state.pages, graph.layout.target)
         normed = model.target.norm(raw)
         state = dataclasses.replace(
             state,
             pages=pages,
             row_states=state.row_states.at[: shape.num_rows].set(normed),
-            row_targets=state.row_targets.at[: shape.num_rows].set(following),
         )
     with jax.named_scope("verify"):
-        emission = _emit(model, shape, state, plan, requests, rows, normed)
-        state = _commit(state, requests, rows, emission)
+        emission = _emit(model, shape, state, requests, rows, normed)
+        numbers = _advance(requests, rows, emission, graph.config.num_drafts)
+        state = _commit(state, requests, emission, numbers)
     proposal, window = None, None
     if mtp is not None:
         states = raw if mtp.target_hidden == "pre" else normed
@@ -291,19 +303,19 @@ def step(
             requests,
             rows,
             emission,
+            numbers,
             states,
             plan.capacity,
         )
     no_drafts = jnp.zeros((plan.slot.shape[0], 0), jnp.int32)
-    output = StepOutput(
-        tokens=emission.tokens,
+    output = StepOutput.pack(
         count=emission.num_emitted,
         drafted=jnp.maximum(emission.num_draws - 1, 0),
         done=emission.ended,
-        drafts=no_drafts if proposal is None else proposal.drafts,
-        logprobs=emission.logprobs,
         first_row=rows.cu_q_lens[:-1],
-        first_position=requests.computed,
+        first_position=requests.numbers.computed,
+        tokens=emission.tokens,
+        drafts=no_drafts if proposal is None else proposal.drafts,
         collected=all_logits(model, normed, rows, window, proposal) if shape.collect else None,
     )
     return state, output

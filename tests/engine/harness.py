@@ -196,7 +196,7 @@ class Harness:
 
     def _check_request(self, state, request: Request) -> None:
         slot, config = request.slot, self.model
-        length, computed = int(state.length[slot]), int(state.computed[slot])
+        length, computed, limit, drafts, *_ = map(int, state.numbers[slot])
         tokens = tuple(state.tokens[slot, :length].tolist())
         assert list(tokens[: len(request.tokens)]) == request.tokens
         trace = self.oracle.trace(tokens)
@@ -221,7 +221,7 @@ class Harness:
                 state, slot, place, layer, rewritten, end, f"{where} module {module}", computed
             )
         # No later step verifies drafts at the limit; a repeated module may have no page for them.
-        held = min(int(state.drafts[slot]), int(state.limit[slot]) - 1 - length)
+        held = min(drafts, limit - 1 - length)
         if held > 0 and self._script(tokens) is None:
             drafts = state.tokens[slot, length : length + held].tolist()
             fresh = self.oracle.drafts(tokens)[:held]
