@@ -29,7 +29,8 @@ llm.close()
 """
 
 
-@pytest.mark.parametrize("name", ["llama", "inkling"])
+# Inkling has all that llama has.
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "inkling"])
 def test_two_devices_give_the_same_tokens(name: str) -> None:
     golden = np.load(GOLDENS / name / "golden.npz")
     prompt, continuation = golden["prompt"].tolist(), golden["continuation"].tolist()
