@@ -7,6 +7,7 @@ as the layers of a model do. Keys lie on randomly permuted pages.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,29 +80,36 @@ CASES = {
 }
 
 
-def measure(case: Case, implementation: str, config: Config | None = None) -> dict[str, Any]:
-    """Microseconds per call, GB/s and TFLOP/s."""
+def arguments_of(case: Case) -> tuple[jax.Array, ...]:
+    """Random queries, keys and values, a permuted page table, and the ragged lengths."""
     rng = np.random.default_rng(0)
     width = -(-max(keys for _, keys in case.requests) // case.page)
     num_pages = 1 + width * len(case.requests)
     table = 1 + rng.permutation(num_pages - 1).reshape(len(case.requests), width)
     layers = min(CALLS, max(2, int(8e9 / case.bytes_moved)))
     shape = (layers, num_pages, case.page, case.num_kv_heads, case.dim)
-    k_pages, v_pages = (
+    rows = [rows for rows, _ in case.requests]
+    shapes = {0: shape, 1: shape, 2: (sum(rows), case.num_heads, case.dim)}
+    k_pages, v_pages, q = (
         jax.jit(functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))(
             jax.random.key(seed)
         )
-        for seed in (0, 1)
+        for seed, shape in shapes.items()
     )
-    rows = [rows for rows, _ in case.requests]
-    arguments = (
-        jax.random.normal(jax.random.key(2), (sum(rows), case.num_heads, case.dim), jnp.bfloat16),
+    return (
+        q,
         k_pages,
         v_pages,
         jnp.asarray(table, jnp.int32),
         jnp.asarray(np.cumsum([0, *rows]), jnp.int32),
         jnp.asarray([keys for _, keys in case.requests], jnp.int32),
     )
+
+
+def chained(
+    case: Case, implementation: str, config: Config | None = None
+) -> tuple[Callable[..., jax.Array], int]:
+    """A function of `arguments_of(case)` that makes several calls, and how many."""
     function = functools.partial(ragged_paged_attention, implementation=implementation)
     if config is not None:
         function = functools.partial(
@@ -115,12 +123,20 @@ def measure(case: Case, implementation: str, config: Config | None = None) -> di
         )
     calls = CALLS if implementation == "triton" else 2
 
-    def chained(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> jax.Array:
+    def several(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> jax.Array:
         for call in range(calls):
-            q = function(q, k, v, call % layers, *rest, scale=case.dim**-0.5, window=case.window)
+            q = function(
+                q, k, v, call % k.shape[0], *rest, scale=case.dim**-0.5, window=case.window
+            )
         return q
 
-    taken = seconds(chained, *arguments) / calls
+    return several, calls
+
+
+def measure(case: Case, implementation: str) -> dict[str, Any]:
+    """Microseconds per call, GB/s and TFLOP/s."""
+    function, calls = chained(case, implementation)
+    taken = seconds(function, *arguments_of(case)) / calls
     return {
         "case": case.name,
         "implementation": implementation,

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 class Config:
     """Query rows of a tile, keys at a time, the most parts that a tile's keys are cut into (each
     of `split_keys` or more), and how the kernel is compiled.
+
+    `edges_apart` walks over blocks that all rows see whole in a loop without masks: worth its while
+    where there are many. `combines_apart` adds up the parts in a second kernel, not in the part
+    that is done last: the one has all multiprocessors for it, the other costs no launch.
     """
 
     block_m: int
@@ -17,6 +21,8 @@ class Config:
     num_warps: int
     num_stages: int
     split_keys: int = 256
+    edges_apart: bool = False
+    combines_apart: bool = False
 
 
 def power_of_two(value: int) -> int:
