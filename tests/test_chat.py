@@ -20,8 +20,8 @@ from models_for_tests import write_tiny_llama
 from mmtp_jax.chat import main
 
 ROOT = Path(__file__).resolve().parent.parent
-# One program of 16 rows.
-SMALL = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16")
+# One program: compiling takes most of a run's time.
+SMALL = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--row-multiple", "16")
 
 
 class Result(NamedTuple):
