@@ -19,6 +19,7 @@ from mmtp_jax.sampling.filters import filter_scores
 from mmtp_jax.sampling.params import MAX_LOGPROBS
 from mmtp_jax.sampling.processors import apply_if, changes_logits, process
 from mmtp_jax.sampling.state import RowParams, SamplingState, mask_column, params_of
+from pallas_kernels.choose_token import choose_token
 
 
 def sample(
@@ -33,7 +34,32 @@ def sample(
     A row's token depends on its logits, parameters, index and history alone: not on other rows, S
     or the slot's number. Rows whose slot is R or more are padding; their tokens mean nothing. Ties
     go to the lowest id. Logits that are NaN give some id of the vocabulary.
+
+    On a GPU this is one kernel: there a step would pay more for its conditionals than for its
+    products. Devices that share the vocabulary run the code below, which XLA can divide.
     """
+    if jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().empty:
+        return choose_token(
+            logits,
+            slot,
+            index,
+            state.rows,
+            state.bias,
+            state.masks,
+            state.mask_start,
+            history,
+        )
+    return sample_by_xla(logits, state, slot, index, history)
+
+
+def sample_by_xla(
+    logits: Float32[Array, "S V"],
+    state: SamplingState,
+    slot: Int32[Array, " S"],
+    index: Int32[Array, " S"],
+    history: Int32[Array, "R L"],
+) -> Int32[Array, " S"]:
+    """`sample`, on any platform and any number of devices."""
     params = params_of(state, slot)
 
     def processed() -> Int32[Array, " S"]:

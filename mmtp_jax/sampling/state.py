@@ -1,7 +1,7 @@
 """How sampling parameters live on the device: one packed row per slot, and a row of logit biases.
 
-A row is int32 [`ROW_SIZE`] and can travel inside a step plan: six float32 columns (as bits), five
-int32 columns, then the stop ids padded with -1. Dims: R slots, S rows of a step, V vocabulary,
+A row is int32 [`ROW_SIZE`] and can travel inside a step plan: `FLOATS` as float32 bits, `INTS`,
+then the stop ids padded with -1. Dims: R slots, S rows of a step, V vocabulary,
 C = `ROW_SIZE`.
 """
 
@@ -19,12 +19,10 @@ from jax import Array, lax
 from jaxtyping import Bool, Float32, Int32, UInt32
 
 from mmtp_jax.sampling.params import INT32_MAX, MAX_STOP_IDS, SamplingParams
+from pallas_kernels.choose_token import FLOATS, INTS, STOP_IDS
 
-_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-_INTS = ("top_k", "seed", "prompt_len", "min_len", "has_bias")
-_STOP = len(_FLOATS) + len(_INTS)
-_HAS_BIAS = len(_FLOATS) + _INTS.index("has_bias")
-ROW_SIZE = _STOP + MAX_STOP_IDS
+_HAS_BIAS = len(FLOATS) + INTS.index("has_bias")
+ROW_SIZE = STOP_IDS + MAX_STOP_IDS
 
 
 @jax.tree_util.register_dataclass
@@ -63,13 +61,13 @@ def _pack(
     floats: tuple[float, ...], ints: tuple[int, ...], stop_ids: tuple[int, ...]
 ) -> Int32[np.ndarray, " C"]:
     row = np.full(ROW_SIZE, -1, np.int32)
-    row[: len(_FLOATS)] = np.array(floats, np.float32).view(np.int32)
-    row[len(_FLOATS) : _STOP] = np.array(ints, np.int32)
-    row[_STOP : _STOP + len(stop_ids)] = stop_ids
+    row[: len(FLOATS)] = np.array(floats, np.float32).view(np.int32)
+    row[len(FLOATS) : STOP_IDS] = np.array(ints, np.int32)
+    row[STOP_IDS : STOP_IDS + len(stop_ids)] = stop_ids
     return row
 
 
-NEUTRAL_ROW = _pack((0.0, 1.0, 0.0, 0.0, 0.0, 1.0), (0,) * len(_INTS), ())
+NEUTRAL_ROW = _pack((0.0, 1.0, 0.0, 0.0, 0.0, 1.0), (0,) * len(INTS), ())
 """Greedy, with every option off; what empty slots and padding rows have."""
 NEUTRAL_ROW.flags.writeable = False
 
@@ -181,9 +179,9 @@ def params_of(state: SamplingState, slot: Int32[Array, " S"]) -> RowParams:
     num_slots = state.rows.shape[0]
     is_slot = (slot >= 0) & (slot < num_slots)
     rows = jnp.where(is_slot[:, None], state.rows.at[slot].get(mode="clip"), NEUTRAL_ROW)
-    floats = lax.bitcast_convert_type(rows[:, : len(_FLOATS)], jnp.float32)
+    floats = lax.bitcast_convert_type(rows[:, : len(FLOATS)], jnp.float32)
     temperature, top_p, min_p, presence, frequency, repetition = floats.T
-    top_k, seed, prompt_len, min_len, has_bias = rows[:, len(_FLOATS) : _STOP].T
+    top_k, seed, prompt_len, min_len, has_bias = rows[:, len(FLOATS) : STOP_IDS].T
     return RowParams(
         temperature=temperature,
         top_p=top_p,
@@ -196,5 +194,5 @@ def params_of(state: SamplingState, slot: Int32[Array, " S"]) -> RowParams:
         prompt_len=prompt_len,
         min_len=min_len,
         has_bias=has_bias != 0,
-        stop_ids=rows[:, _STOP:],
+        stop_ids=rows[:, STOP_IDS:],
     )
