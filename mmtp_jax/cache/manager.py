@@ -21,7 +21,7 @@ from mmtp_jax.config import require
 __all__ = ["Admission", "CacheGroup", "CacheManager", "PageCopy", "PageTables"]
 
 
-@dataclass
+@dataclass(slots=True)
 class GroupTable:
     """One request's pages in one group, by page index; null where nothing is needed.
 
@@ -34,12 +34,24 @@ class GroupTable:
     num_retired: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class PageTables:
-    """The handle of an admitted request: one table per group, in the manager's order."""
+    """The handle of an admitted request: one table per group, in the manager's order.
+
+    In every group, `capacity` positions have pages, and those of the first `final` positions are
+    final: most steps change neither, and then need not look at the groups.
+    """
 
     keys: PrefixKeys
     groups: tuple[GroupTable, ...]
+    capacity: int = 0
+    final: int = 0
+
+    def count(self) -> None:
+        """Recount after the groups changed."""
+        page_size = self.keys.page_size
+        self.capacity = page_size * min([len(table.pages) for table in self.groups])
+        self.final = page_size * min([table.num_final for table in self.groups])
 
 
 class PageCopy(NamedTuple):
@@ -86,6 +98,11 @@ class CacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.page_size = groups[0].page_size
         self.pools = tuple(PagePool(group.num_pages) for group in groups)
+        self._windowed = tuple(
+            (index, reach)
+            for index, group in enumerate(groups)
+            if (reach := group.reach(num_modules)) is not None
+        )
         self._admitted: set[PageTables] = set()
 
     @property
@@ -122,6 +139,7 @@ class CacheManager:
         if copies is None:
             self.free(handle)
             return None
+        handle.count()
         valid = {"target": hit.target_pages * self.page_size, "modules": hit.exact}
         return Admission(
             tables=handle,
@@ -132,11 +150,14 @@ class CacheManager:
             copies=copies,
         )
 
-    def reserve(self, tables: PageTables, upto: int) -> list[list[tuple[int, int]]] | None:
-        """Pages for all positions below `upto`: new (index, page) table entries by group.
+    def reserve(self, tables: PageTables, upto: int) -> Sequence[Sequence[tuple[int, int]]] | None:
+        """Pages for all positions below `upto`: new (index, page) table entries by group, () if all
+        groups have them.
 
         None, with nothing allocated, if a pool is out of pages.
         """
+        if upto <= tables.capacity:
+            return ()
         num_pages = -(-upto // self.page_size)
         counts = [max(0, num_pages - len(table.pages)) for table in tables.groups]
         if any(count > pool.num_free for count, pool in zip(counts, self.pools, strict=True)):
@@ -147,11 +168,8 @@ class CacheManager:
             new = [(start + offset, pool.allocate()) for offset in range(count)]
             table.pages.extend(page for _, page in new)
             entries.append(new)
+        tables.count()
         return entries
-
-    def capacity(self, tables: PageTables) -> int:
-        """The number of positions that have a page in every group."""
-        return min(len(table.pages) for table in tables.groups) * self.page_size
 
     def publish(self, tables: PageTables, computed: int, committed: int) -> None:
         """Publish pages that became final.
@@ -159,7 +177,7 @@ class CacheManager:
         `computed` positions and `committed` tokens are those of a step whose output was read; all
         modules ran in it, also for a request that ended there.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or computed < tables.final + self.page_size:
             return
         for group, pool, table in zip(self.groups, self.pools, tables.groups, strict=True):
             end = computed
@@ -169,22 +187,20 @@ class CacheManager:
                 key = page_key(group, tables.keys, index, self.num_modules)
                 pool.publish(table.pages[index], key)
                 table.num_final = index + 1
+        tables.count()
 
     def retire(self, tables: PageTables, computed: int) -> None:
         """Give back pages that no window reaches once `computed` positions are executed.
 
         The device's table entries stay as they are: no later row reads them. Call after `publish`.
         """
-        for group, pool, table in zip(self.groups, self.pools, tables.groups, strict=True):
-            reach = group.reach(self.num_modules)
-            if reach is None:
-                continue
-            first = max(0, computed - reach) // self.page_size
-            first = min(first, len(table.pages))
-            for index in range(table.num_retired, first):
-                pool.release(table.pages[index])
-                table.pages[index] = NULL_PAGE
-                table.num_retired = index + 1
+        for index, reach in self._windowed:
+            table, pool = tables.groups[index], self.pools[index]
+            first = min(max(0, computed - reach) // self.page_size, len(table.pages))
+            for retired in range(table.num_retired, first):
+                pool.release(table.pages[retired])
+                table.pages[retired] = NULL_PAGE
+                table.num_retired = retired + 1
 
     def free(self, tables: PageTables) -> None:
         """Give back all pages. A step in flight may still use them: their next owner runs later."""

@@ -47,7 +47,7 @@ SCORE_CHUNK = 64
 _DROPPED = StepResult(())
 
 
-@dataclass
+@dataclass(slots=True)
 class _Live:
     """What the core remembers of a request beside its scheduling state."""
 

@@ -27,7 +27,7 @@ class InFlight(NamedTuple):
     samples: bool
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """Tokens, limits and progress of one request.
 
@@ -55,6 +55,8 @@ class Request:
     max_chunk: int | None = None
     awaits_result: bool = False
     in_flight: deque[InFlight] = field(default_factory=deque)
+    rows_in_flight: int = 0
+    samples_in_flight: int = 0
     keys: PrefixKeys | None = None
     tables: PageTables | None = None
 
@@ -93,17 +95,17 @@ class Request:
     def min_length(self) -> int:
         """Committed tokens once the steps in flight ran, at least: each sampling one emits a token
         unless the request ends."""
-        return len(self.tokens) + sum(step.samples for step in self.in_flight)
+        return len(self.tokens) + self.samples_in_flight
 
     @property
     def max_computed(self) -> int:
         """Computed positions once the steps in flight ran, at most; exact during prefill."""
-        return self.computed + sum(step.num_rows for step in self.in_flight)
+        return self.computed + self.rows_in_flight
 
     @property
     def prefilling(self) -> bool:
         """Whether tokens known at admission are still to be scheduled."""
-        return self.max_computed < self.prefill_end
+        return self.computed + self.rows_in_flight < self.prefill_end
 
     def start(self, slot: int, admission: Admission) -> None:
         """Run from an admission, whose reused tokens are counted for the first incarnation."""
@@ -115,11 +117,19 @@ class Request:
         if self.incarnation == 0:
             self.num_cached_tokens = admission.computed
 
+    def dispatch(self, num_rows: int, samples: bool) -> None:
+        """Take part in a step that is not read yet."""
+        self.in_flight.append(InFlight(num_rows, samples))
+        self.rows_in_flight += num_rows
+        self.samples_in_flight += samples
+
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take over the oldest step in flight: it emitted `token_ids`."""
-        step = self.in_flight.popleft()
+        num_rows, samples = self.in_flight.popleft()
+        self.rows_in_flight -= num_rows
+        self.samples_in_flight -= samples
         self.tokens.extend(token_ids)
-        self.computed = self.length - 1 if step.samples else self.computed + step.num_rows
+        self.computed = len(self.tokens) - 1 if samples else self.computed + num_rows
 
     def wait(self) -> None:
         """Back to waiting, without slot and cache entries."""
@@ -140,3 +150,4 @@ class Request:
         self.slot = -1
         self.tables = None
         self.in_flight.clear()
+        self.rows_in_flight = self.samples_in_flight = 0

@@ -13,10 +13,11 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mmtp_jax.cache.manager import Admission, CacheManager
 from mmtp_jax.config import require
-from mmtp_jax.engine.request import FinishReason, InFlight, Request, RequestStatus
+from mmtp_jax.engine.request import FinishReason, Request, RequestStatus
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,13 @@ class ScheduledAdmission:
     admission: Admission
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """One request's part of a step.
 
     `num_rows` target rows: the next known tokens during prefill, else the newest token and up to
     `num_rows - 1` drafts. `entries` are new (index, page) page-table entries by cache group;
-    `capacity` is the number of positions with pages.
+    `capacity` is the number of positions with pages. A tuple, as is `StepResult`: every step makes
+    them anew.
     """
 
     request: Request
@@ -88,7 +89,7 @@ class ScheduledRequest:
     num_rows: int
     samples: bool
     capacity: int
-    entries: list[list[tuple[int, int]]]
+    entries: Sequence[Sequence[tuple[int, int]]]
 
     @property
     def is_current(self) -> bool:
@@ -106,8 +107,7 @@ class ScheduledStep:
     bucket: int
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step emitted for one request, and why it ended there if a stop id or string did it."""
 
     token_ids: Sequence[int]
@@ -116,13 +116,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The output that counts, and the requests that ended (reaching a limit included)."""
+    """The requests that ended (reaching a limit included)."""
 
-    emitted: tuple[tuple[Request, tuple[int, ...]], ...]
     ended: tuple[Request, ...]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Plan:
     """A step being put together."""
 
@@ -205,8 +204,12 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing can run before an earlier step is read."""
         plan = _Plan(self.config.max_num_batched_tokens)
-        # Decodes come first. Both kinds are in order of arrival, because the sort is stable.
-        for request in sorted(self.running, key=lambda request: request.prefilling):
+        # Decodes come first, both kinds in order of arrival.
+        prefilling = [request for request in self.running if request.prefilling]
+        decoding = self.running
+        if prefilling:
+            decoding = [request for request in self.running if not request.prefilling]
+        for request in [*decoding, *prefilling]:
             if request.status is RequestStatus.RUNNING:
                 self._schedule_running(request, plan)
         # Pages that a preemption freed go to the requests it was for.
@@ -220,23 +223,21 @@ class Scheduler:
 
     def update(self, step: ScheduledStep, results: Sequence[StepResult]) -> StepOutcome:
         """Take over a step's output, one result per `step.requests` entry. Steps in order."""
-        emitted, ended = [], []
-        for row, result in zip(step.requests, results, strict=True):
+        ended = []
+        for row, (token_ids, reason) in zip(step.requests, results, strict=True):
             request = row.request
             if not row.is_current:
                 continue
-            request.advance(result.token_ids)
+            request.advance(token_ids)
             assert request.tables is not None
-            self.cache.publish(request.tables, request.computed, request.length)
+            self.cache.publish(request.tables, request.computed, len(request.tokens))
             self.cache.retire(request.tables, request.computed)
-            emitted.append((request, tuple(result.token_ids)))
-            reason = result.finish_reason
-            if reason is None and request.length >= request.limit:
+            if reason is None and len(request.tokens) >= request.limit:
                 reason = "length"
             if reason is not None:
                 self._end(request, reason)
                 ended.append(request)
-        return StepOutcome(tuple(emitted), tuple(ended))
+        return StepOutcome(tuple(ended))
 
     def _schedule_running(self, request: Request, plan: _Plan) -> None:
         """Give a running request rows if it has any to run, preempting later arrivals for pages."""
@@ -251,7 +252,7 @@ class Scheduler:
 
     def _num_rows(self, request: Request, budget: int) -> int:
         """Rows the next step gives a request within a budget of costs; 0 for none."""
-        if request.awaits_result and any(step.samples for step in request.in_flight):
+        if request.awaits_result and request.samples_in_flight:
             return 0
         if request.prefilling:
             chunk = min(request.prefill_end - request.max_computed, budget)
@@ -274,25 +275,20 @@ class Scheduler:
 
     def _add_rows(self, request: Request, num_rows: int, plan: _Plan) -> bool:
         """Reserve pages and add the request to the step; False if out of pages."""
-        assert request.tables is not None
+        tables = request.tables
+        assert tables is not None
         end = request.max_computed + num_rows
-        reach = min(end + self.config.lookahead, request.limit - 1)
-        entries = self.cache.reserve(request.tables, reach)
+        entries = self.cache.reserve(tables, min(end + self.config.lookahead, request.limit - 1))
         if entries is None:
             return False
         samples = end >= request.prefill_end
         plan.requests[request.request_id] = ScheduledRequest(
-            request=request,
-            incarnation=request.incarnation,
-            slot=request.slot,
-            num_rows=num_rows,
-            samples=samples,
-            capacity=self.cache.capacity(request.tables),
-            entries=entries,
+            request, request.incarnation, request.slot, num_rows, samples, tables.capacity, entries
         )
-        plan.budget -= self._cost(num_rows)
-        plan.cost += self._cost(num_rows)
-        request.in_flight.append(InFlight(num_rows, samples))
+        cost = self._cost(num_rows)
+        plan.budget -= cost
+        plan.cost += cost
+        request.dispatch(num_rows, samples)
         return True
 
     def _admit(self, request: Request, plan: _Plan) -> bool:

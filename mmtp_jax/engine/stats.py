@@ -10,18 +10,28 @@ class Acceptance:
     """Drafts verified and accepted, by position (0 = first module)."""
 
     num_drafts: int
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    # How many verifications were of, and accepted, so many drafts (0 to num_drafts).
+    _by_drafted: list[int] = field(init=False)
+    _by_accepted: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.drafted = [0] * self.num_drafts
-        self.accepted = [0] * self.num_drafts
+        self._by_drafted = [0] * (self.num_drafts + 1)
+        self._by_accepted = [0] * (self.num_drafts + 1)
 
     def count(self, drafted: int, accepted: int) -> None:
         """One verification of `drafted` drafts of which the first `accepted` matched."""
-        for position in range(drafted):
-            self.drafted[position] += 1
-            self.accepted[position] += position < accepted
+        self._by_drafted[drafted] += 1
+        self._by_accepted[accepted if accepted < drafted else drafted] += 1
+
+    @property
+    def drafted(self) -> list[int]:
+        """Drafts verified by position."""
+        return [sum(self._by_drafted[place + 1 :]) for place in range(self.num_drafts)]
+
+    @property
+    def accepted(self) -> list[int]:
+        """Drafts accepted by position."""
+        return [sum(self._by_accepted[place + 1 :]) for place in range(self.num_drafts)]
 
     @property
     def rates(self) -> list[float]:

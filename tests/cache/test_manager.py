@@ -51,7 +51,7 @@ class Runner:
         entries = self.cache.reserve(admission.tables, len(tokens))
         assert entries is not None
         num_rows = len(tokens) - admission.computed
-        capacity = self.cache.capacity(admission.tables)
+        capacity = admission.tables.capacity
         emitted = self.device.step(0, num_rows, capacity, entries)
         assert len(emitted) == 1
         self.cache.publish(admission.tables, len(tokens), len(tokens))
@@ -184,7 +184,7 @@ def test_retire_keeps_the_window_and_what_modules_rewrite() -> None:
     assert retired == {"target/None": 0, "modules/None": 0, "target/4": 8, "modules/4": 7}
     cache.assert_consistent()
     cache.retire(tables, 20)
-    assert cache.capacity(tables) == 24
+    assert tables.capacity == 24
     cache.free(tables)
     assert all(pool.num_referenced == 0 for pool in cache.pools)
 
@@ -220,14 +220,14 @@ def test_reserve_is_all_or_nothing() -> None:
     admission = cache.admit(cache.prefix_keys([0]))
     assert admission is not None
     tables = admission.tables
-    assert cache.capacity(tables) == 0
+    assert tables.capacity == 0
     entries = cache.reserve(tables, 5)
     assert entries is not None
     assert [[index for index, _ in group] for group in entries] == [[0, 1], [0, 1]]
-    assert cache.capacity(tables) == 8
+    assert tables.capacity == 8
     assert cache.reserve(tables, 16) is None
     assert [pool.num_free for pool in cache.pools] == [6, 1]
-    assert cache.reserve(tables, 8) == [[], []]
+    assert cache.reserve(tables, 8) == ()
     assert cache.reserve(tables, 9) is not None
     assert cache.usage == 1.0
 
