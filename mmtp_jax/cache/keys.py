@@ -35,6 +35,8 @@ class PrefixKeys:
 
     def prefix(self, index: int) -> bytes:
         """The hash of all tokens up to the end of page `index`; ValueError if some are unknown."""
+        if index < len(self._prefixes):
+            return self._prefixes[index]
         end = (index + 1) * self.page_size
         if end > len(self.tokens):
             raise ValueError(f"page {index} ends at {end}, but only {len(self.tokens)} are known")

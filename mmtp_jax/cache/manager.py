@@ -47,12 +47,6 @@ class PageTables:
     capacity: int = 0
     final: int = 0
 
-    def count(self) -> None:
-        """Recount after the groups changed."""
-        page_size = self.keys.page_size
-        self.capacity = page_size * min([len(table.pages) for table in self.groups])
-        self.final = page_size * min([table.num_final for table in self.groups])
-
 
 class PageCopy(NamedTuple):
     group: int
@@ -139,7 +133,8 @@ class CacheManager:
         if copies is None:
             self.free(handle)
             return None
-        handle.count()
+        handle.capacity = self.page_size * min(len(table.pages) for table in tables)
+        handle.final = self.page_size * min(table.num_final for table in tables)
         valid = {"target": hit.target_pages * self.page_size, "modules": hit.exact}
         return Admission(
             tables=handle,
@@ -159,16 +154,15 @@ class CacheManager:
         if upto <= tables.capacity:
             return ()
         num_pages = -(-upto // self.page_size)
-        counts = [max(0, num_pages - len(table.pages)) for table in tables.groups]
-        if any(count > pool.num_free for count, pool in zip(counts, self.pools, strict=True)):
-            return None
+        for table, pool in zip(tables.groups, self.pools, strict=True):
+            if num_pages - len(table.pages) > pool.num_free:
+                return None
         entries = []
-        for table, pool, count in zip(tables.groups, self.pools, counts, strict=True):
-            start = len(table.pages)
-            new = [(start + offset, pool.allocate()) for offset in range(count)]
-            table.pages.extend(page for _, page in new)
+        for table, pool in zip(tables.groups, self.pools, strict=True):
+            new = [(index, pool.allocate()) for index in range(len(table.pages), num_pages)]
+            table.pages.extend([page for _, page in new])
             entries.append(new)
-        tables.count()
+        tables.capacity = num_pages * self.page_size
         return entries
 
     def publish(self, tables: PageTables, computed: int, committed: int) -> None:
@@ -179,15 +173,16 @@ class CacheManager:
         """
         if not self.enable_prefix_caching or computed < tables.final + self.page_size:
             return
+        modules, final = self.num_modules, []
         for group, pool, table in zip(self.groups, self.pools, tables.groups, strict=True):
-            end = computed
-            if group.owner == "modules":
-                end = min(computed, committed - self.num_modules)
-            for index in range(table.num_final, end // self.page_size):
-                key = page_key(group, tables.keys, index, self.num_modules)
-                pool.publish(table.pages[index], key)
-                table.num_final = index + 1
-        tables.count()
+            end = computed if group.owner == "target" else min(computed, committed - modules)
+            num_final = end // self.page_size
+            if num_final > table.num_final:
+                for index in range(table.num_final, num_final):
+                    pool.publish(table.pages[index], page_key(group, tables.keys, index, modules))
+                table.num_final = num_final
+            final.append(table.num_final)
+        tables.final = min(final) * self.page_size
 
     def retire(self, tables: PageTables, computed: int) -> None:
         """Give back pages that no window reaches once `computed` positions are executed.

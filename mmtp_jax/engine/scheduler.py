@@ -114,13 +114,6 @@ class StepResult(NamedTuple):
     finish_reason: FinishReason | None = None
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """The requests that ended (reaching a limit included)."""
-
-    ended: tuple[Request, ...]
-
-
 @dataclass(slots=True)
 class _Plan:
     """A step being put together."""
@@ -221,8 +214,11 @@ class Scheduler:
         bucket = next(bucket for bucket in self.config.buckets if bucket >= plan.cost)
         return ScheduledStep(tuple(plan.admissions), tuple(plan.requests.values()), bucket)
 
-    def update(self, step: ScheduledStep, results: Sequence[StepResult]) -> StepOutcome:
-        """Take over a step's output, one result per `step.requests` entry. Steps in order."""
+    def update(self, step: ScheduledStep, results: Sequence[StepResult]) -> list[Request]:
+        """Take over a step's output, one result per `step.requests` entry. Steps in order.
+
+        Returns the requests that ended (reaching a limit included).
+        """
         ended = []
         for row, (token_ids, reason) in zip(step.requests, results, strict=True):
             request = row.request
@@ -237,7 +233,7 @@ class Scheduler:
             if reason is not None:
                 self._end(request, reason)
                 ended.append(request)
-        return StepOutcome(tuple(ended))
+        return ended
 
     def _schedule_running(self, request: Request, plan: _Plan) -> None:
         """Give a running request rows if it has any to run, preempting later arrivals for pages."""

@@ -123,8 +123,7 @@ class Server:
 
     def read(self) -> None:
         step, results = self.unread.popleft()
-        outcome = self.scheduler.update(step, results)
-        self.finished.extend(outcome.ended)
+        self.finished.extend(self.scheduler.update(step, results))
         self.device.check_published()
 
     def advance(self) -> None:
