@@ -7,6 +7,7 @@ exception in a step reaches every open request and every later call.
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -110,6 +111,9 @@ class EngineDriver:
             self._calls.put((function, future))
 
     def _run(self) -> None:
+        # What is there now stays: looking for garbage in it, again and again, would hold up a step
+        # for as long as a tenth of a second.
+        gc.freeze()
         try:
             while self._serve_calls(wait=not self._core.has_work):
                 for delta in self._core.step():
@@ -125,6 +129,7 @@ class EngineDriver:
             with contextlib.suppress(Exception):
                 jax.block_until_ready(self._core.state)
             self._fail_everything()
+            gc.unfreeze()
 
     def _serve_calls(self, wait: bool) -> bool:
         """Execute queued calls; False once the driver is closed."""
