@@ -1,0 +1,86 @@
+"""What steps are told and answer, packed and unpacked, and the counts made of it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtp_jax.engine.buckets import Bucket
+from mmtp_jax.engine.plan import RequestOutput, StepOutput, StepPlan
+from mmtp_jax.engine.request import Request
+from mmtp_jax.engine.scheduler import ScheduledRequest
+from mmtp_jax.engine.stats import Acceptance
+
+NUM_SLOTS = 5
+BUCKET = Bucket(num_rows=16, num_requests=4, logit_rows=16, num_entries=6)
+
+
+def scheduled(slot: int, entries: tuple[tuple[tuple[int, int], ...], ...]) -> ScheduledRequest:
+    request = Request.create("name", [1], None, 8)
+    return ScheduledRequest(request, 0, slot, slot + 1, True, 16 * slot, entries)
+
+
+def test_a_plan_is_padded_with_a_slot_that_is_none() -> None:
+    plan = StepPlan.pack(BUCKET, NUM_SLOTS, [scheduled(3, (((0, 9),), ())), scheduled(0, ())])
+    assert plan.slot.tolist() == [3, 0, NUM_SLOTS, NUM_SLOTS]
+    assert plan.rows.tolist() == [4, 1, 0, 0]
+    assert plan.capacity.tolist() == [48, 0, 0, 0]
+    assert plan.entries.shape == (6, 4) and plan.requests.dtype == plan.entries.dtype == np.int32
+    assert plan.entries[0].tolist() == [0, 3, 0, 9]
+    assert (plan.entries[1:, 1] == NUM_SLOTS).all()
+
+
+def test_entries_of_a_plan_are_those_of_all_groups() -> None:
+    rows = [scheduled(2, (((0, 7), (1, 8)), ((0, 5),))), scheduled(1, ((), ((4, 6),)))]
+    entries = StepPlan.pack(BUCKET, NUM_SLOTS, rows).entries[:4].tolist()
+    assert entries == [[0, 2, 0, 7], [0, 2, 1, 8], [1, 2, 0, 5], [1, 1, 4, 6]]
+
+
+def test_more_entries_than_the_program_takes_are_refused() -> None:
+    pages = tuple((column, 1) for column in range(7))
+    with pytest.raises(ValueError):
+        StepPlan.pack(BUCKET, NUM_SLOTS, [scheduled(1, (pages,))])
+
+
+@pytest.mark.parametrize("width", [1, 2, 9])
+def test_an_output_is_unpacked_as_it_was_packed(width: int) -> None:
+    count = [0, 1, width]
+    tokens = np.arange(3 * width).reshape(3, width) + 100
+    drafts = np.arange(3 * (width - 1)).reshape(3, width - 1) + 500
+    output = StepOutput.pack(
+        count=jnp.array(count),
+        drafted=jnp.array([0, 0, width - 1]),
+        done=jnp.array([False, True, False]),
+        first_row=jnp.array([0, 4, 5]),
+        first_position=jnp.array([7, 8, 9]),
+        tokens=jnp.array(tokens),
+        drafts=jnp.array(drafts, jnp.int32),
+        collected=None,
+    )
+    assert output.packed.dtype == jnp.int32
+    assert output.unpack(3) == [
+        RequestOutput(
+            tokens=tokens[row, : count[row]].tolist(),
+            drafted=(0, 0, width - 1)[row],
+            done=row == 1,
+            first_row=(0, 4, 5)[row],
+            first_position=7 + row,
+            drafts=drafts[row].tolist(),
+        )
+        for row in range(3)
+    ]
+    assert output.unpack(1) == output.unpack(3)[:1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4))))
+def test_acceptance_counts_every_position(verified: list[tuple[int, int]]) -> None:
+    acceptance = Acceptance(4)
+    for drafted, accepted in verified:
+        acceptance.count(drafted, accepted)
+    for place in range(4):
+        drafted_here = [pair for pair in verified if pair[0] > place]
+        assert acceptance.drafted[place] == len(drafted_here)
+        assert acceptance.accepted[place] == sum(accepted > place for _, accepted in drafted_here)
