@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int32
 
 from mmtp_jax.cache.layout import CacheLayout, GroupSpec
 
-Streams = dict[str, jax.Array]  # stream name -> [L, P, page, ...] or values by row [T, ...]
+Streams = dict[str, jax.Array]  # stream name -> [L, P, page, ...]
 Pages = tuple[Streams, ...]  # per group
 
 
@@ -43,28 +43,14 @@ def copy_page(pages: Pages, source: Int32[Array, " G"], target: Int32[Array, " G
     )
 
 
-def write_rows(
-    arrays: Streams,
-    values: Streams,
-    layer: int | Int32[Array, ""],
+def slots_of(
     table: Int32[Array, "B MP"],
     request: Int32[Array, " T"],
     position: Int32[Array, " T"],
     write: Bool[Array, " T"],
-) -> Streams:
-    """Write one value per row into the streams in `values`, where `write` allows.
-
-    The other rows get a page index past the pool, which scatter drops (a negative index would wrap
-    around and be written even with mode="drop").
-    """
-    num_pages, page_size = next(iter(arrays.values())).shape[1:3]
+    page_size: int,
+) -> Int32[Array, " T"]:
+    """Where each row's entry lies in a layer's pages (page * page_size + offset); -1 where `write`
+    does not allow it."""
     column = jnp.clip(position // page_size, 0, table.shape[1] - 1)
-    page = jnp.where(write, table[request, column], num_pages)
-    offset = position % page_size
-    written = {
-        name: arrays[name]
-        .at[layer, page, offset]
-        .set(value.astype(arrays[name].dtype), mode="drop")
-        for name, value in values.items()
-    }
-    return arrays | written
+    return jnp.where(write, table[request, column] * page_size + position % page_size, -1)

@@ -10,9 +10,11 @@ from jaxtyping import Array, Float, Int32
 from mmtp_jax.cache.pages import Pages
 from mmtp_jax.models.conv import ShortConv
 from mmtp_jax.models.parts import FusedLinear, Joined, Linear, RMSNorm, parameter
-from mmtp_jax.models.rotary import rotate
-from mmtp_jax.models.visit import Visit
+from mmtp_jax.models.rotary import rotary_angles, rotate
+from mmtp_jax.models.sharding import kernels
+from mmtp_jax.models.visit import Visit, replaced
 from mmtp_jax.specs import AttentionSpec, LogScaling, ModelConfig, RelativeBias
+from pallas_kernels.kv_write import Rotation, rotate_and_write
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 
 
@@ -67,6 +69,65 @@ class Attention(nnx.Module):
         self, x: Float[Array, "T H"], visit: Visit, pages: Pages
     ) -> tuple[Float[Array, "T H"], Pages]:
         spec, rows = self.spec, visit.rows
+        if self.k_conv is None and spec.rope is not None and not spec.rope.interleaved:
+            q, pages = self._rotate_and_store(x, visit, pages)
+        else:
+            q, pages = self._store(x, visit, pages)
+        relative = None if self.relative is None else self.relative(x)
+        if spec.log_scaling is not None:
+            factor = log_scale(spec.log_scaling, rows.position + visit.ahead)[:, None, None]
+            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
+            if relative is not None:
+                relative = (relative.astype(jnp.float32) * factor).astype(relative.dtype)
+        group, layer = visit.place.attention
+        mixed = ragged_paged_attention(
+            q,
+            pages[group]["k"],
+            pages[group]["v"],
+            layer + visit.depth,
+            rows.tables[group],
+            rows.cu_q_lens,
+            rows.kv_lens,
+            scale=spec.logit_scale,
+            window=spec.window,
+            sinks=None if self.sinks is None else self.sinks[...],
+            rel_rows=relative,
+            rel_table=None if self.relative is None else self.relative.table[...],
+            implementation=kernels(),
+        )
+        if self.gate is not None:
+            mixed *= jax.nn.sigmoid(self.gate(x))[:, :, None]
+        return self.o(mixed.reshape(len(x), -1)), pages
+
+    def _rotate_and_store(
+        self, x: Float[Array, "T H"], visit: Visit, pages: Pages
+    ) -> tuple[Float[Array, "T Hq D"], Pages]:
+        """Queries, and the pages with new keys and values: one kernel on a GPU."""
+        spec, (group, layer) = self.spec, visit.place.attention
+        assert spec.rope is not None
+        norms = {}
+        rotation = Rotation(value_scale=spec.value_scale)
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = {"q_scale": self.q_norm.scale[...], "k_scale": self.k_norm.scale[...]}
+            rotation = Rotation(self.q_norm.eps, self.q_norm.one_plus, spec.value_scale)
+        q, k, v = rotate_and_write(
+            self.qkv(x),
+            pages[group]["k"],
+            pages[group]["v"],
+            layer + visit.depth,
+            visit.slots(pages, group),
+            *rotary_angles(visit.rows.position, spec.rope),
+            rotation=rotation,
+            implementation=kernels(),
+            **norms,
+        )
+        return q, replaced(pages, group, {"k": k, "v": v})
+
+    def _store(
+        self, x: Float[Array, "T H"], visit: Visit, pages: Pages
+    ) -> tuple[Float[Array, "T Hq D"], Pages]:
+        """The same in steps: with convolutions, interleaved pairs or no rotation."""
+        spec, position = self.spec, visit.rows.position
         count, queries = len(x), spec.num_heads // spec.num_kv_heads * spec.head_dim
         q, k, v = jnp.split(self.qkv(x), [queries, queries + spec.head_dim], axis=-1)
         q = q.reshape(count, spec.num_heads, spec.head_dim)
@@ -78,30 +139,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if spec.rope is not None:
-            q, k = rotate(q, rows.position, spec.rope), rotate(k, rows.position, spec.rope)
+            q, k = rotate(q, position, spec.rope), rotate(k, position, spec.rope)
         if spec.value_scale != 1.0:
             v = v * jnp.asarray(spec.value_scale, v.dtype)
-        relative = None if self.relative is None else self.relative(x)
-        if spec.log_scaling is not None:
-            factor = log_scale(spec.log_scaling, rows.position + visit.ahead)[:, None, None]
-            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
-            if relative is not None:
-                relative = (relative.astype(jnp.float32) * factor).astype(relative.dtype)
-        arrays, layer, pages = visit.store(pages, visit.place.attention, {"k": k, "v": v})
-        mixed = ragged_paged_attention(
-            q,
-            arrays["k"],
-            arrays["v"],
-            layer,
-            rows.tables[visit.place.attention[0]],
-            rows.cu_q_lens,
-            rows.kv_lens,
-            scale=spec.logit_scale,
-            window=spec.window,
-            sinks=None if self.sinks is None else self.sinks[...],
-            rel_rows=relative,
-            rel_table=None if self.relative is None else self.relative.table[...],
-        )
-        if self.gate is not None:
-            mixed *= jax.nn.sigmoid(self.gate(x))[:, :, None]
-        return self.o(mixed.reshape(count, -1)), pages
+        return q, visit.store(pages, visit.place.attention, {"k": k, "v": v})[2]

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from mmtp_jax.cache.pages import Pages
 from mmtp_jax.models.parts import Linear, RMSNorm, parameter
 from mmtp_jax.models.rotary import rotate
+from mmtp_jax.models.sharding import kernels
 from mmtp_jax.models.visit import Visit
 from mmtp_jax.specs import LatentAttentionSpec, ModelConfig
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
@@ -68,6 +69,7 @@ class LatentAttention(nnx.Module):
             scale=spec.scale,
             window=spec.window,
             value_dim=rank,
+            implementation=kernels(),
         )
         values = jnp.einsum("thr,rhv->thv", mixed, up[..., spec.nope_dim :])
         return self.o(values.reshape(x.shape[0], -1)), pages

@@ -55,14 +55,19 @@ def _yarn(frequency: Float[Array, " half"], rope: RopeConfig) -> Float[Array, " 
     return frequency / rope.factor * stretched + frequency * (1 - stretched)
 
 
+def rotary_angles(
+    position: Int[Array, " T"], rope: RopeConfig
+) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
+    """Cosines and sines of every rotated pair's angle, times the attention factor, float32."""
+    angle = position.astype(jnp.float32)[:, None] * rotary_frequencies(rope)
+    return jnp.cos(angle) * rope.attention_factor, jnp.sin(angle) * rope.attention_factor
+
+
 def rotate(
     x: Float[Array, "T H D"], position: Int[Array, " T"], rope: RopeConfig
 ) -> Float[Array, "T H D"]:
     """Rotary embedding of the first `rope.dim` entries, float32 inside."""
-    angle = position.astype(jnp.float32)[:, None] * rotary_frequencies(rope)
-    cos, sin = (
-        (function(angle) * rope.attention_factor)[:, None] for function in (jnp.cos, jnp.sin)
-    )
+    cos, sin = (part[:, None] for part in rotary_angles(position, rope))
     turned = x[..., : rope.dim].astype(jnp.float32)
     if rope.interleaved:
         pairs = turned.reshape(*turned.shape[:-1], rope.dim // 2, 2)

@@ -38,6 +38,12 @@ def current_mesh() -> AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
+def kernels() -> str | None:
+    """The implementation of kernels to ask for: the best there is on one device; over a mesh that
+    which XLA's partitioner can divide."""
+    return None if current_mesh() is None else "xla"
+
+
 def cache_sharding(mesh: Mesh, layout: CacheLayout) -> tuple[dict[str, NamedSharding], ...]:
     """The sharding of every stream's array [layers, pages, page, ...]: keys and values are split by
     heads (a latent, which all heads read, is copied)."""

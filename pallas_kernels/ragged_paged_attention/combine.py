@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -27,9 +29,8 @@ def combine(
     num_kv_heads = values.shape[1]
     group = out.shape[1] // num_kv_heads
 
-    def kernel(*refs: object) -> None:
-        _, values_ref, stats_ref, tiles_ref, *rest = refs
-        *sinks_ref, out_ref = rest
+    def kernel(*refs: Any) -> None:
+        _, values_ref, stats_ref, tiles_ref, *sinks_ref, out_ref = refs
         index, head, block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
         def entry(column: Column) -> Array:
@@ -47,7 +48,7 @@ def combine(
             finish(tile, out_ref, sinks_ref[0] if sinks_ref else None, task, keys, sums)
 
     arrays = [out, values, stats, tiles, *([] if sinks is None else [sinks])]
-    return pl.pallas_call(
+    combined: Array = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         grid=(tiles.shape[0], num_kv_heads, task.config.block_m // _ROWS),
@@ -56,3 +57,4 @@ def combine(
         interpret=interpreted(),
         name="ragged_paged_attention_combine",
     )(*arrays)
+    return combined

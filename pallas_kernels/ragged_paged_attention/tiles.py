@@ -59,5 +59,6 @@ def make_tiles(
         Column.POSITION: keys[owner] - (end - start)[owner],
         Column.NUM_KEYS: keys[owner],
     }
-    unused = jnp.zeros_like(tile)
-    return jnp.stack([entry.get(column, unused) for column in range(ENTRY_SIZE)], axis=1)
+    columns = [entry[column] for column in Column]
+    padding = [jnp.zeros_like(tile)] * (ENTRY_SIZE - len(columns))
+    return jnp.stack(columns + padding, axis=1)

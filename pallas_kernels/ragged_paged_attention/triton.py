@@ -255,19 +255,21 @@ def ragged_paged_attention(
     given = {name: array for name, array in arrays.items() if array is not None}
     outputs = [jax.ShapeDtypeStruct((num_tokens, num_heads, size), q.dtype)]
     if is_split:
-        scratch = (*shape, config.splits)
+        parts = (*shape, config.splits)
         outputs += [
-            jax.ShapeDtypeStruct((*scratch, config.block_m, task.value_span), jnp.float32),
-            jax.ShapeDtypeStruct((*scratch, 2, config.block_m), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, config.block_m, task.value_span), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, 2, config.block_m), jnp.float32),
         ]
 
     def kernel(*refs: Any) -> None:
         found = dict(zip(given, refs, strict=False))
-        out, *kept = refs[len(given) :]
-        sums, stats = kept or (None, None)
-        _kernel(*(found.get(name) for name in arrays), out, sums, stats, task=task)
+        out, *scratch = refs[len(given) :]
+        sums, stats = scratch or (None, None)
+        found |= {"out": out, "sums": sums, "stats": stats}
+        names = (*arrays, "out", "sums", "stats")
+        _kernel(**{f"{name}_ref": found.get(name) for name in names}, task=task)
 
-    out, *kept = pl.pallas_call(
+    out, *sums = pl.pallas_call(
         kernel,
         out_shape=outputs,
         grid=(tiles.shape[0], num_kv_heads, config.splits),
@@ -276,5 +278,6 @@ def ragged_paged_attention(
         name="ragged_paged_attention",
     )(*given.values())
     if is_split and config.combines_apart:
-        return combine(out, *kept, tiles, sinks, task)
+        values, stats = sums
+        return combine(out, values, stats, tiles, sinks, task)
     return out
