@@ -16,6 +16,8 @@ from jax import Array, lax
 # Two bits of a limit are found by every pass over the vocabulary: more passes would read more,
 # fewer would compute more.
 _DIGIT_BITS = 2
+# How far below the best score the kept tokens are looked for first.
+_WIDTHS = (3.0, 6.0, 10.0, 16.0)
 _ZERO = 0.0
 
 
@@ -30,14 +32,16 @@ class Limit(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The processed scores of a row, read in blocks."""
+    """The processed scores of a row's tokens, read in blocks; all of its tokens, or just the best
+    of them, by ascending ids."""
 
     read: Callable[[Array], tuple[Array, Array]]  # number of a block -> ids, scores
     block: int
+    num_blocks: Array | int
     vocab_size: int
 
     def sums(self, terms: Callable[[Array, Array], tuple[Array, ...]]) -> list[Array]:
-        """Sums over the vocabulary of `terms(ids, scores)`; ids past its end have score -inf."""
+        """Sums over the tokens of `terms(ids, scores)`; entries past the last token have -inf."""
 
         def add(number: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
             new = terms(*self.read(number))
@@ -58,10 +62,6 @@ class Row(NamedTuple):
         start = jnp.full(self.block, least, like.dtype)
         return jnp.max(lax.fori_loop(0, self.num_blocks, raise_to, start))
 
-    @property
-    def num_blocks(self) -> int:
-        return -(-self.vocab_size // self.block)
-
 
 def ordered_bits(scores: Array) -> Array:
     """Unsigned integers in the order of the scores (zeros of either sign are equal)."""
@@ -70,10 +70,38 @@ def ordered_bits(scores: Array) -> Array:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def filter_limit(row: Row, min_p: Array, top_k: Array, top_p: Array) -> Limit:
+def best_tokens(row: Row, best: Array, top_k: Array, top_p: Array) -> tuple[Array, Array, Array]:
+    """A score that no kept token is below, if some width from the best score down tells: whether it
+    does, the score, and the weight (see `filter_limit`) of the tokens below it.
+
+    Without top-k, top-p decides; without both, nothing does.
+    """
+    by_count = top_k > 0
+
+    def within_widths(ids: Array, scores: Array) -> tuple[Array, ...]:
+        weights = jnp.where(by_count, 1.0, jnp.exp(scores - best))
+        inside = [jnp.where(scores >= best - width, weights, _ZERO) for width in _WIDTHS]
+        return weights, *inside
+
+    total, *masses = row.sums(within_widths)
+    target = jnp.where(by_count, top_k.astype(jnp.float32), top_p * total)
+    least, mass = best - _WIDTHS[-1], masses[-1]
+    found = (by_count | (top_p < 1)) & (mass >= target)
+    for width, inside in zip(_WIDTHS[-2::-1], masses[-2::-1], strict=True):
+        least = jnp.where(inside >= target, best - width, least)
+        mass = jnp.where(inside >= target, inside, mass)
+    return found, least, jnp.where(by_count, _ZERO, total - mass)
+
+
+def filter_limit(
+    row: Row, best: Array, below: Array, min_p: Array, top_k: Array, top_p: Array
+) -> Limit:
     """What min-p (0: off), then top-k (0: off), then top-p (1: off) leave, each of what the last
-    left."""
-    best = row.max(lambda ids, scores: scores, -jnp.inf)
+    left.
+
+    `best` is the highest score, `below` the sum of exp(score - best) of the tokens that are not in
+    `row` but in what top-p chooses from.
+    """
     everything = Limit(jnp.uint32(0), jnp.int32(row.vocab_size))
     least = Limit(ordered_bits(best + jnp.log(min_p)), everything.end)
     limit = Limit(*(jnp.where(min_p > 0, *pair) for pair in zip(least, everything, strict=True)))
@@ -92,7 +120,7 @@ def filter_limit(row: Row, min_p: Array, top_k: Array, top_p: Array) -> Limit:
             return kept_only(limit, jnp.exp(scores - best), ids, scores)
 
         (total,) = row.sums(lambda ids, scores: (weigh(ids, scores),))
-        return _keep_best(row, limit, weigh, top_p * total)
+        return _keep_best(row, limit, weigh, top_p * (total + below))
 
     limit = lax.cond(top_k > 0, keep_top_k, lambda unchanged: unchanged, limit)
     result: Limit = lax.cond(top_p < 1, keep_top_p, lambda unchanged: unchanged, limit)

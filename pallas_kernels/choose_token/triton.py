@@ -3,7 +3,8 @@
 A greedy row without options reads its logits once, a row with no more than a temperature adds noise
 on the way. Any other row writes its processed scores to scratch memory, finds the limit of its
 filters there, and then chooses. The same memory counts the tokens of the history before that, for
-rows with penalties.
+rows with penalties. Filters mostly keep few tokens: those that they may keep are listed first, if
+they are no more than a block.
 """
 
 from __future__ import annotations
@@ -19,24 +20,30 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jaxtyping import Float32, Int32
 
-from pallas_kernels._compat import accumulate, barrier, compiler_params, interpreted, load, store
-from pallas_kernels.choose_token.filters import Limit, Row, filter_limit, ordered_bits
+from pallas_kernels._compat import barrier, compiler_params, interpreted, load, store
+from pallas_kernels.choose_token.filters import Limit, Row, best_tokens, filter_limit, ordered_bits
 from pallas_kernels.choose_token.noise import gumbel_noise, token_key
-from pallas_kernels.choose_token.row import FLOATS, INTS, STOP_IDS
+from pallas_kernels.choose_token.row import read_options
+from pallas_kernels.choose_token.scores import (
+    LOWEST,
+    count_history,
+    logits_of,
+    scores_of,
+    write_scores,
+)
+
+Read = Callable[[Array, int], tuple[Array, Array]]  # number and size of a block -> ids, scores
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tokens read at a time, tokens given noise at a time, and how the kernel is compiled."""
+    """Tokens read at a time by a greedy row, by the options of others, and given noise, and how
+    the kernel is compiled."""
 
+    greedy_block: int = 8192
     block: int = 4096
-    noise_block: int = 1024
-    num_warps: int = 8
-
-
-_IN_PROMPT = -(2**31)
-_HISTORY_BLOCK = 256
-_LOWEST = -jnp.inf
+    noise_block: int = 2048
+    num_warps: int = 16
 
 
 def _kernel(
@@ -50,144 +57,108 @@ def _kernel(
     history_ref: Any,
     tokens_ref: Any,
     scratch_ref: Any,
+    listed_ref: Any,
     *,
     config: Config,
 ) -> None:
-    vocab_size, (num_slots, width) = logits_ref.shape[1], masks_ref.shape[:2]
-    row = pl.program_id(0)
-    index = index_ref[row]
-    is_slot = (slot_ref[row] >= 0) & (slot_ref[row] < num_slots)
-    slot = jnp.where(is_slot, slot_ref[row], 0)
-
-    def integer(name: str) -> Array:
-        return rows_ref[slot, len(FLOATS) + INTS.index(name)]
-
-    def real(name: str) -> Array:
-        return lax.bitcast_convert_type(rows_ref[slot, FLOATS.index(name)], jnp.float32)
-
-    temperature, repetition = real("temperature"), real("repetition")
-    presence, frequency = real("presence"), real("frequency")
-    column = index - mask_start_ref[slot]
-    is_masked = (mask_start_ref[slot] >= 0) & (column >= 0) & (column < width)
-    has_bias, is_short = integer("has_bias") != 0, index < integer("min_len")
-    has_penalties = (repetition != 1) | (presence != 0) | (frequency != 0)
-    is_sampled = is_slot & (temperature > 0)
-    min_p, top_k, top_p = real("min_p"), integer("top_k"), real("top_p")
-    is_filtered = is_sampled & ((min_p > 0) | (top_k > 0) | (top_p < 1))
-    is_edited = is_slot & (is_masked | has_bias | is_short | has_penalties)
-    in_scratch = is_edited | is_filtered
-    divisor = jnp.where(is_sampled, temperature, 1.0)
-
-    def ids_of(number: Array, block: int) -> tuple[Array, Array]:
-        ids = number * block + jnp.arange(block)
-        return ids, ids < vocab_size
-
-    def logits_of(number: Array, block: int) -> tuple[Array, Array]:
-        ids, exist = ids_of(number, block)
-        return ids, load(logits_ref.at[row, ids], mask=exist, other=_LOWEST)
+    vocab_size, row = logits_ref.shape[1], pl.program_id(0)
+    options = read_options(
+        rows_ref, mask_start_ref, slot_ref[row], index_ref[row], masks_ref.shape[1]
+    )
+    is_sampled, is_filtered, min_p = options.is_sampled, options.is_filtered, options.min_p
+    in_scratch = options.is_edited | is_filtered
+    logits = functools.partial(logits_of, logits_ref, row)
+    scores = functools.partial(scores_of, scratch_ref, row)
 
     def tempered(number: Array, block: int) -> tuple[Array, Array]:
-        ids, logits = logits_of(number, block)
-        return ids, logits / divisor
-
-    def scores_of(number: Array, block: int) -> tuple[Array, Array]:
-        ids, exist = ids_of(number, block)
-        bits = load(scratch_ref.at[row, ids], mask=exist, other=0)
-        scores = lax.bitcast_convert_type(bits, jnp.float32)
-        return ids, jnp.where(exist, scores, _LOWEST)
+        ids, values = logits(number, block)
+        return ids, values / options.divisor
 
     def choose(
         block: int,
-        read: Callable[[Array, int], tuple[Array, Array]],
+        read: Read,
+        count: Array | int = vocab_size,
         limit: Limit | None = None,
         noisy: bool = False,
     ) -> None:
-        """The best of what `limit` keeps, with noise; NaN is never better."""
-        key = token_key(lax.bitcast_convert_type(integer("seed"), jnp.uint32), index)
+        """The best of `count` tokens that `limit` keeps, with noise; NaN is never better."""
+        key = token_key(options.seed, options.index)
 
         def compare(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             best, best_ids = carry
-            ids, scores = read(number, block)
+            ids, values = read(number, block)
             if limit is not None:
-                scores = jnp.where(limit.keeps(ordered_bits(scores), ids), scores, _LOWEST)
+                values = jnp.where(limit.keeps(ordered_bits(values), ids), values, LOWEST)
             if noisy:
-                scores = scores + gumbel_noise(key, ids, vocab_size)
-            better = scores > best
-            return jnp.where(better, scores, best), jnp.where(better, ids, best_ids)
+                values = values + gumbel_noise(key, ids, vocab_size)
+            better = values > best
+            return jnp.where(better, values, best), jnp.where(better, ids, best_ids)
 
-        start = (jnp.full(block, _LOWEST, jnp.float32), jnp.zeros(block, jnp.int32))
-        best, ids = lax.fori_loop(0, pl.cdiv(vocab_size, block), compare, start)
+        start = (jnp.full(block, LOWEST, jnp.float32), jnp.zeros(block, jnp.int32))
+        best, ids = lax.fori_loop(0, pl.cdiv(count, block), compare, start)
         tokens_ref[row] = jnp.min(jnp.where(best == jnp.max(best), ids, vocab_size))
 
-    def count_history() -> None:
-        """Scratch: how often the output has each token, with the highest bit if the prompt has
-        it."""
-        start, end = integer("prompt_len"), jnp.minimum(index, history_ref.shape[1])
+    def list_tokens(least: Array, num_blocks: Array) -> Array:
+        """List the tokens with `least` score or more; how many there are, listed or not."""
 
-        def clear(number: Array, _: None) -> None:
-            ids, exist = ids_of(number, config.block)
-            store(scratch_ref.at[row, ids], jnp.zeros(config.block, jnp.int32), mask=exist)
+        def add(number: Array, count: Array) -> Array:
+            ids, values = scores(number, config.block)
+            wanted = (values >= least) & (ids < vocab_size)
+            new = jnp.sum(wanted.astype(jnp.int32))
 
-        def tokens(number: Array) -> tuple[Array, Array, Array]:
-            position = number * _HISTORY_BLOCK + jnp.arange(_HISTORY_BLOCK)
-            past = position < end
-            token = load(history_ref.at[slot, position], mask=past, other=vocab_size)
-            return position, token, past & (token >= 0) & (token < vocab_size)
+            @pl.when(new > 0)
+            def write() -> None:
+                place = count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
+                fits = wanted & (place < config.block)
+                place = jnp.where(fits, place, config.block)
+                bits = lax.bitcast_convert_type(values, jnp.int32)
+                store(listed_ref.at[row, 0, place], ids, mask=fits)
+                store(listed_ref.at[row, 1, place], bits, mask=fits)
 
-        def mark(number: Array, _: None) -> None:
-            position, token, counts = tokens(number)
-            counts &= position < start
-            where = scratch_ref.at[row, jnp.where(counts, token, vocab_size)]
-            store(where, jnp.full(_HISTORY_BLOCK, _IN_PROMPT, jnp.int32), mask=counts)
+            return count + new
 
-        def add(number: Array, _: None) -> None:
-            position, token, counts = tokens(number)
-            counts &= position >= start
-            where = (row, jnp.where(counts, token, 0))
-            accumulate(scratch_ref, where, counts.astype(jnp.int32))
-
-        blocks = pl.cdiv(end, _HISTORY_BLOCK)
-        lax.fori_loop(0, pl.cdiv(vocab_size, config.block), clear, None)
+        count: Array = lax.fori_loop(0, num_blocks, add, jnp.int32(0))
         barrier()
-        lax.fori_loop(0, jnp.minimum(blocks, pl.cdiv(start, _HISTORY_BLOCK)), mark, None)
-        barrier()
-        lax.fori_loop(start // _HISTORY_BLOCK, blocks, add, None)
-        barrier()
+        return count
 
-    def write_scores() -> None:
-        def write(number: Array, _: None) -> None:
-            ids, logits = logits_of(number, config.block)
-            exist = ids < vocab_size
-            word = masks_ref.at[slot, jnp.where(is_masked, column, 0), ids // 32]
-            words = load(word, mask=exist & is_masked, other=-1)
-            scores = jnp.where((words >> (ids % 32)) & 1 == 1, logits, _LOWEST)
-            scores += load(bias_ref.at[slot, ids], mask=exist & has_bias, other=0.0)
-            seen = load(scratch_ref.at[row, ids], mask=exist & has_penalties, other=0)
-            counts = (seen & ~_IN_PROMPT).astype(jnp.float32)
-            penalised = jnp.where(scores > 0, scores / repetition, scores * repetition)
-            scores = jnp.where(seen != 0, penalised, scores)
-            scores = scores - frequency * counts
-            scores = scores - jnp.where(counts > 0, presence, 0.0)
-            bits = lax.bitcast_convert_type(scores / divisor, jnp.int32)
-            store(scratch_ref.at[row, ids], bits, mask=exist)
+    def choose_filtered() -> None:
+        all_blocks = jnp.int32(pl.cdiv(vocab_size, config.block))
 
-        lax.fori_loop(0, pl.cdiv(vocab_size, config.block), write, None)
-        barrier()
+        def blocks(read: Read, num_blocks: Array) -> Row:
+            return Row(
+                lambda number: read(number, config.block), config.block, num_blocks, vocab_size
+            )
 
-        @pl.when(is_short)
-        def ban_stop_ids() -> None:
-            place = jnp.arange(pl.next_power_of_2(rows_ref.shape[1] - STOP_IDS))
-            exist = place < rows_ref.shape[1] - STOP_IDS
-            ids = load(rows_ref.at[slot, STOP_IDS + place], mask=exist, other=-1)
-            banned = (ids >= 0) & (ids < vocab_size)
-            where = scratch_ref.at[row, jnp.where(banned, ids, vocab_size)]
-            lowest = jnp.full(place.shape, _LOWEST, jnp.float32)
-            store(where, lax.bitcast_convert_type(lowest, jnp.int32), mask=banned)
-            barrier()
+        has_min_p = min_p > 0
+        whole = blocks(scores, jnp.where(is_filtered, all_blocks, 0))
+        best = whole.max(lambda _, values: values, LOWEST)
+        by_width = blocks(scores, jnp.where(is_filtered & ~has_min_p, all_blocks, 0))
+        found, least, below = best_tokens(by_width, best, options.top_k, options.top_p)
+        least = jnp.where(has_min_p, best + jnp.log(min_p), least)
+        count = list_tokens(least, jnp.where(has_min_p | found, all_blocks, 0))
+        is_listed = (count > 0) & (count <= config.block)
+        count = jnp.where(is_listed, count, vocab_size)
+        below = jnp.where(is_listed & ~has_min_p, below, 0.0)
+
+        def read(number: Array, block: int) -> tuple[Array, Array]:
+            # Masks that the compiler knows in advance, but for a flag: loads stay wide.
+            place = number * block + jnp.arange(block)
+            exist = place < count
+            in_list = is_listed & (place < config.block)
+            ids = load(listed_ref.at[row, 0, place], mask=in_list, other=vocab_size)
+            bits = load(listed_ref.at[row, 1, place], mask=in_list, other=0)
+            others_exist = ~is_listed & (place < vocab_size)
+            others = load(scratch_ref.at[row, place], mask=others_exist, other=0)
+            values = lax.bitcast_convert_type(jnp.where(is_listed, bits, others), jnp.float32)
+            return jnp.where(is_listed, ids, place), jnp.where(exist, values, LOWEST)
+
+        kept = blocks(read, pl.cdiv(count, config.block))
+        limit = filter_limit(kept, best, below, min_p, options.top_k, options.top_p)
+        choose(config.noise_block, read, count, limit, noisy=True)
 
     @pl.when(~in_scratch & ~is_sampled)
     def greedy() -> None:
-        choose(config.block, logits_of)
+        choose(config.greedy_block, logits)
 
     @pl.when(~in_scratch & is_sampled)
     def sampled() -> None:
@@ -195,18 +166,19 @@ def _kernel(
 
     @pl.when(in_scratch)
     def with_options() -> None:
-        pl.when(has_penalties)(count_history)
-        write_scores()
+        @pl.when(options.has_penalties)
+        def count() -> None:
+            count_history(scratch_ref, history_ref, row, options, config.block)
+
+        write_scores(
+            scratch_ref, logits_ref, rows_ref, bias_ref, masks_ref, row, options, config.block
+        )
 
         @pl.when(~is_sampled)
         def greedy() -> None:
-            choose(config.block, scores_of)
+            choose(config.greedy_block, scores)
 
-        @pl.when(is_sampled)
-        def sampled() -> None:
-            scores = Row(lambda number: scores_of(number, config.block), config.block, vocab_size)
-            limit = filter_limit(scores, min_p, top_k, top_p)
-            choose(config.noise_block, scores_of, limit, noisy=True)
+        pl.when(is_sampled)(choose_filtered)
 
 
 def choose_token(
@@ -231,11 +203,12 @@ def choose_token(
     """
     config = Config() if config is None else config
     num_rows, vocab_size = logits.shape
-    tokens, _ = pl.pallas_call(
+    tokens, *_ = pl.pallas_call(
         functools.partial(_kernel, config=config),
         out_shape=(
             jax.ShapeDtypeStruct((num_rows,), jnp.int32),
             jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.int32),
+            jax.ShapeDtypeStruct((num_rows, 2, config.block), jnp.int32),
         ),
         grid=(num_rows,),
         compiler_params=compiler_params(num_warps=config.num_warps, num_stages=2),

@@ -22,7 +22,7 @@ from pallas_kernels.choose_token import Config, choose_token
 
 R, S, L, PROMPT, WIDTH = 6, 8, 300, 250, 3
 # Vocabularies that are no multiple of a block; the small one in many blocks.
-CONFIGS = {300: Config(block=64, noise_block=32), 5000: Config()}
+CONFIGS = {300: Config(greedy_block=128, block=64, noise_block=32), 5000: Config()}
 
 GREEDY = SamplingParams(temperature=0)
 OPTIONS = {
