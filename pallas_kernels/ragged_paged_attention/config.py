@@ -30,9 +30,12 @@ def power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-# Programs that keep an H200's 132 multiprocessors busy, three on each.
-_PROGRAMS = 396
+# Programs that an H200's 132 multiprocessors run at once, two on each.
+_PROGRAMS = 264
 _MOST_SPLITS = 32
+# Parts, and numbers of a part, that the last program of a tile can add up at little cost.
+_FEW_PARTS = 4
+_SMALL_PART = 8192
 
 
 def config_for(
@@ -46,18 +49,48 @@ def config_for(
     window: int | None,
     positions: int,
 ) -> Config:
-    """Tiles as large as a request's share of the rows, blocks that fill shared memory two or three
-    deep, and as many parts as occupy the device. `positions` is the longest context.
+    """Tiles as large as a request's share of the rows, and as many parts as occupy the device.
+    `positions` is the longest context.
+
+    Blocks and stages are what was best on an H200 (`python -m pallas_kernels.bench attention`). A
+    load whose address is loaded, as every key's is, is only fetched (stages - 1) // 2 blocks ahead:
+    5 stages are two blocks, 2 are none and leave room for larger blocks.
     """
+    rows = -(-num_tokens // num_requests) * group
     largest = 128 if key_dim <= 128 else 64 if key_dim <= 256 else 32
-    block_m = min(max(power_of_two(-(-num_tokens // num_requests) * group), 16), largest)
-    block_k = max(8192 // power_of_two(key_dim), 32)
-    if itemsize > 2:  # twice the bytes of shared memory, and products without tensor cores
-        block_m, block_k = min(block_m, 64), max(block_k // 4, 16)
+    block_m = min(max(power_of_two(rows), 16), largest)
+    programs = max(num_tokens * group // block_m, num_requests) * num_kv_heads
     span = positions if window is None else min(positions, window + num_tokens)
-    tiles = max(num_tokens * group // block_m, num_requests)
-    wanted = max(_PROGRAMS // (tiles * num_kv_heads), 1)
-    useful = max(span // 256, 1)
-    splits = min(power_of_two(wanted + 1) // 2, power_of_two(useful), _MOST_SPLITS)
-    num_warps = 8 if block_m == 128 or key_dim > 256 else 4
-    return Config(block_m, block_k, splits, num_warps, num_stages=2 if key_dim > 256 else 3)
+    splits = _splits(programs, span)
+    if itemsize > 2:  # twice the bytes of shared memory, and products without tensor cores
+        block_m = min(block_m, 32 if key_dim <= 64 else 16)
+        block_k, num_warps, num_stages = 32 if key_dim <= 64 else 16, 8, 2
+    elif key_dim > 256:
+        block_k, num_warps, num_stages = 32, 8, 2
+    elif key_dim > 128:
+        block_k, num_warps, num_stages = 32, 8, 3
+    elif block_m == 128:
+        block_k, num_warps, num_stages = 64, 8, 3
+    elif key_dim <= 64:
+        block_k, num_stages = (256, 2) if programs <= _PROGRAMS else (128, 5)
+        num_warps = 4
+    elif block_m == 16 or (splits == 1 and programs <= _PROGRAMS):
+        block_k, num_warps, num_stages = 128, 4 if block_m == 16 else 8, 5
+    else:
+        # Keys in two pieces, 64 + 16 for 80, need more registers.
+        block_k, num_warps, num_stages = 64, 4 if key_dim == 128 else 8, 5
+    return Config(
+        block_m,
+        block_k,
+        splits,
+        num_warps,
+        num_stages,
+        edges_apart=block_m == 128,
+        combines_apart=splits > _FEW_PARTS or block_m * power_of_two(key_dim) > _SMALL_PART,
+    )
+
+
+def _splits(programs: int, span: int) -> int:
+    """Parts of the keys, a power of two: none where half of the device has work anyway."""
+    wanted = 1 if 2 * programs > _PROGRAMS - 16 else _PROGRAMS // programs
+    return min(power_of_two(wanted + 1) // 2, power_of_two(max(span // 256, 1)), _MOST_SPLITS)
