@@ -137,6 +137,18 @@ def test_mixed_rows_and_a_vocabulary_of_many_blocks() -> None:
         batch.check()
 
 
+@pytest.mark.parametrize("place", [0, PROMPT - 1, PROMPT, 279, 280], ids=str)
+@pytest.mark.parametrize("name", ["repetition", "frequency", "presence"])
+def test_penalties_count_the_past(name: str, place: int) -> None:
+    """Token 42 is the best, and 9 once 42 counts: in the prompt or the output, before the index."""
+    batch = make([OPTIONS[name]] * R)
+    batch.logits[:], batch.index[:], batch.history[:] = 0.0, 280, 7
+    batch.logits[:, 42], batch.logits[:, 9] = 1.0, 0.5
+    batch.history[:, place] = 42
+    counts = place < 280 if name == "repetition" else PROMPT <= place < 280
+    assert (batch.check() == (9 if counts else 42)).all()
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_parameters(data: st.DataObject) -> None:
