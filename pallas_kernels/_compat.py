@@ -25,6 +25,12 @@ def interpreted() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def device_kind() -> str:
+    """The kind of device that is compiled for: the mesh's, or else the first one's here."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def take_ticket(ref: Any, index: tuple[Array, ...]) -> Array:
     """Increment a counter that all programs of a kernel share; its value before.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,29 @@ class Config:
     split_keys: int = 256
     edges_apart: bool = False
     combines_apart: bool = False
+
+
+class Key(NamedTuple):
+    """What an entry of `TUNED` holds for: a kind of device and a decode step without a window.
+
+    Contexts are not part of it: a tile has no more parts than `split_keys` allows anyway.
+    """
+
+    device: str
+    itemsize: int
+    key_dim: int
+    num_kv_heads: int
+    group: int
+    num_requests: int
+    rows: int  # of a request, rounded up
+
+
+# Only what was measured to be better than `config_for`; `python -m pallas_kernels.bench attention
+# --tune` finds entries.
+TUNED: dict[Key, Config] = {
+    # 278.9 us for 2048 keys, window of 4 drafts
+    Key("NVIDIA H200", 2, 128, 8, 4, 128, 5): Config(32, 128, 1, 4, 2),
+}
 
 
 def power_of_two(value: int) -> int:

@@ -16,9 +16,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Int32
 
-from pallas_kernels._compat import compiler_params, dot, interpreted, load, take_ticket
+from pallas_kernels._compat import (
+    compiler_params,
+    device_kind,
+    dot,
+    interpreted,
+    load,
+    take_ticket,
+)
 from pallas_kernels.ragged_paged_attention.combine import combine
-from pallas_kernels.ragged_paged_attention.config import Config, config_for, power_of_two
+from pallas_kernels.ragged_paged_attention.config import (
+    TUNED,
+    Config,
+    Key,
+    config_for,
+    power_of_two,
+)
 from pallas_kernels.ragged_paged_attention.program import (
     LOG2E,
     LOWEST,
@@ -203,14 +216,19 @@ def ragged_paged_attention(
     if page != power_of_two(page):
         raise ValueError(f"pages must hold a power of two of positions, got {page}")
     group = num_heads // num_kv_heads
+    num_requests, itemsize = kv_lens.shape[0], k_pages.dtype.itemsize
+    if config is None and window is None:
+        rows = pl.cdiv(num_tokens, num_requests)
+        key = Key(device_kind(), itemsize, key_dim, num_kv_heads, group, num_requests, rows)
+        config = TUNED.get(key)
     if config is None:
         config = config_for(
             num_tokens=num_tokens,
-            num_requests=kv_lens.shape[0],
+            num_requests=num_requests,
             num_kv_heads=num_kv_heads,
             group=group,
             key_dim=key_dim,
-            itemsize=k_pages.dtype.itemsize,
+            itemsize=itemsize,
             window=window,
             positions=page_table.shape[1] * page,
         )
