@@ -145,18 +145,25 @@ class CacheManager:
             copies=copies,
         )
 
-    def reserve(self, tables: PageTables, upto: int) -> Sequence[Sequence[tuple[int, int]]] | None:
+    def reserve(
+        self, tables: PageTables, upto: int, ahead: int = 0
+    ) -> Sequence[Sequence[tuple[int, int]]] | None:
         """Pages for all positions below `upto`: new (index, page) table entries by group, () if all
-        groups have them.
+        groups have them. For those below `ahead`, too, if that leaves half of every pool free.
 
         None, with nothing allocated, if a pool is out of pages.
         """
-        if upto <= tables.capacity:
+        num_pages = -(-max(upto, ahead) // self.page_size)
+        if num_pages * self.page_size <= tables.capacity:
             return ()
-        num_pages = -(-upto // self.page_size)
-        for table, pool in zip(tables.groups, self.pools, strict=True):
-            if num_pages - len(table.pages) > pool.num_free:
-                return None
+        free = [
+            (pool.num_free - (num_pages - len(table.pages)), pool.num_pages // 2)
+            for table, pool in zip(tables.groups, self.pools, strict=True)
+        ]
+        if ahead > upto and any(left < half for left, half in free):
+            return self.reserve(tables, upto)
+        if any(left < 0 for left, _ in free):
+            return None
         entries = []
         for table, pool in zip(tables.groups, self.pools, strict=True):
             new = [(index, pool.allocate()) for index in range(len(table.pages), num_pages)]

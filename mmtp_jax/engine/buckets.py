@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from mmtp_jax.config import EngineConfig, require
 
 
+# Positions beyond the next step's that get pages early, where pages are plenty.
+RESERVED_AHEAD = 64
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -70,9 +74,11 @@ def buckets(
     for size in sizes:
         requests = min(config.max_num_seqs, size // max(num_modules, 1))
         logit_rows = min(size, round_up(requests * width, config.row_multiple))
-        # Each request can start up to two pages more than its rows fill (partly used ends); a
-        # decode also reserves for the step in flight, and `lookahead` positions further.
-        each = 3 + round_up(lookahead, config.cache.page_size) // config.cache.page_size
-        pages = 2 * size // config.cache.page_size + each * requests
+        # Between two steps, what a request must have pages for grows by its rows (in the first one
+        # from an admission's whole pages on, and by `lookahead`), and it may get some ahead. Both
+        # ends may lie within a page.
+        page_size = config.cache.page_size
+        each = 2 + -(-(lookahead + RESERVED_AHEAD) // page_size)
+        pages = -(-size // page_size) + each * requests
         made.append(Bucket(size, requests, logit_rows, pages * num_groups))
     return tuple(made)

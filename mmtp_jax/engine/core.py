@@ -16,19 +16,18 @@ import numpy as np
 
 from mmtp_jax.cache.manager import CacheManager
 from mmtp_jax.config import EngineConfig, require
-from mmtp_jax.engine.buckets import buckets
-from mmtp_jax.engine.delta import TokenDelta
+from mmtp_jax.engine.buckets import RESERVED_AHEAD, buckets
+from mmtp_jax.engine.delta import TokenDelta, TokenLogprobs
 from mmtp_jax.engine.grammar import Grammar, fill_masks
 from mmtp_jax.engine.logprobs import PromptCollector, taken_logprobs
-from mmtp_jax.engine.plan import RequestOutput, RowLogprobs, StepOutput, StepPlan
+from mmtp_jax.engine.plan import HostOutput, RowLogprobs, StepOutput, StepPlan
 from mmtp_jax.engine.programs import Programs, Progress, empty_admission
-from mmtp_jax.engine.request import FinishReason, Request
+from mmtp_jax.engine.request import FinishReason, Request, ScheduledRequest
 from mmtp_jax.engine.scheduler import (
     ScheduledAdmission,
     ScheduledStep,
     Scheduler,
     SchedulerConfig,
-    StepResult,
 )
 from mmtp_jax.engine.sizes import cache_groups
 from mmtp_jax.engine.state import initial_state, state_sharding
@@ -43,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 # Rows per scoring chunk: all their logits of all modules are held at once.
 SCORE_CHUNK = 64
-# Of a request that ended or was preempted since.
-_DROPPED = StepResult(())
 
 
 @dataclass(slots=True)
@@ -61,18 +58,41 @@ class _Live:
     grammar: Grammar | None = None
     drafts: tuple[int, ...] = ()  # with a grammar: what the next step verifies
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are all that it wants of a step."""
+        return (
+            self.collector is None
+            and self.prompt is None
+            and self.grammar is None
+            and self.params.logprobs is None
+        )
+
     def wants_logprobs(self, samples: bool) -> bool:
         """Of a step that samples a token or does not."""
         return self.prompt is not None or (samples and self.params.logprobs is not None)
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    """A step that was dispatched and not read, with what its rows' requests were then."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The requests of a step, and the plan that tells the device of them: `plan` lies there, for
+    the next steps of the same program that have the same to say.
 
-    scheduled: ScheduledStep
-    output: StepOutput
+    `plain`: nobody wants more than tokens.
+    """
+
+    requests: tuple[ScheduledRequest, ...]
     live: tuple[_Live, ...]
+    plain: bool
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was dispatched and not read."""
+
+    batch: _Batch
+    output: StepOutput
     logprobs: RowLogprobs | None
 
 
@@ -124,6 +144,7 @@ class EngineCore:
                 num_speculative_tokens=self.num_speculative_tokens,
                 buckets=tuple(bucket.num_rows for bucket in sizes),
                 lookahead=lookahead,
+                ahead=RESERVED_AHEAD,
             ),
             self.cache,
             chunk_policy,
@@ -159,6 +180,8 @@ class EngineCore:
         self.stats = EngineStats(model.num_drafts)
         self._live: dict[str, _Live] = {}
         self._in_flight: deque[_InFlight] = deque()
+        # The latest one of every bucket.
+        self._batches: dict[int, _Batch] = {}
 
     @property
     def has_work(self) -> bool:
@@ -233,31 +256,51 @@ class EngineCore:
     def _dispatch(self, scheduled: ScheduledStep) -> _InFlight:
         for admission in scheduled.admissions:
             self._admit(admission)
-        live = tuple(self._live[row.request.request_id] for row in scheduled.requests)
-        self._upload_masks(scheduled, live)
-        bucket = self.programs.buckets[scheduled.bucket]
-        plan = StepPlan.pack(bucket, self.config.max_num_seqs, scheduled.requests)
-        collect = any(one.collector is not None for one in live)
+        batch = self._batch(scheduled)
+        if not batch.plain:
+            self._upload_masks(batch)
+        collect = not batch.plain and any(one.collector is not None for one in batch.live)
         program = self.programs.step(scheduled.bucket, collect=collect)
-        self.state, output = program(self.params, self.state, plan)
+        self.state, output = program(self.params, self.state, batch.plan)
         output.packed.copy_to_host_async()
         self.stats.steps += 1
-        logprobs = None
-        if any(
-            one.wants_logprobs(row.samples)
-            for row, one in zip(scheduled.requests, live, strict=True)
-        ):
-            num_rows = np.int32(plan.rows.sum())
-            logprobs = self.programs.logprobs(self.params, self.state, num_rows)
-            for leaf in jax.tree.leaves(logprobs):
-                leaf.copy_to_host_async()
-        return _InFlight(scheduled, output, live, logprobs)
+        return _InFlight(batch, output, None if batch.plain else self._logprobs(batch))
 
-    def _upload_masks(self, scheduled: ScheduledStep, live: tuple[_Live, ...]) -> None:
+    def _batch(self, scheduled: ScheduledStep) -> _Batch:
+        """The batch of a step, its plan on the device: the bucket's last one if it is the same."""
+        last = self._batches.get(scheduled.bucket)
+        if last is not None and last.requests == scheduled.requests:
+            return last
+        live = tuple([self._live[row.request.request_id] for row in scheduled.requests])
+        bucket = self.programs.buckets[scheduled.bucket]
+        plan = StepPlan.pack(bucket, self.config.max_num_seqs, scheduled.requests)
+        batch = _Batch(
+            scheduled.requests,
+            live,
+            plain=all(one.is_plain for one in live),
+            plan=self.programs.upload(plan),
+        )
+        self._batches[scheduled.bucket] = batch
+        return batch
+
+    def _logprobs(self, batch: _Batch) -> RowLogprobs | None:
+        """Log-probabilities of the step just dispatched, if some request wants them."""
+        if not any(
+            one.wants_logprobs(row.samples)
+            for row, one in zip(batch.requests, batch.live, strict=True)
+        ):
+            return None
+        num_rows = np.int32(sum(row.num_rows for row in batch.requests))
+        logprobs: RowLogprobs = self.programs.logprobs(self.params, self.state, num_rows)
+        for leaf in jax.tree.leaves(logprobs):
+            leaf.copy_to_host_async()
+        return logprobs
+
+    def _upload_masks(self, batch: _Batch) -> None:
         """Tell the device what the grammars allow in the rows that this step samples from."""
         masked = [
             (row, one.grammar, one.drafts[: row.num_rows - 1])
-            for row, one in zip(scheduled.requests, live, strict=True)
+            for row, one in zip(batch.requests, batch.live, strict=True)
             if one.grammar is not None and row.samples
         ]
         if not masked:
@@ -294,33 +337,80 @@ class EngineCore:
             self.state = self.programs.set_bias(self.state, np.int32(scheduled.slot), live.bias)
 
     def _read(self, step: _InFlight) -> list[TokenDelta]:
-        scheduled, outputs = step.scheduled, step.output.unpack(len(step.live))
-        logprobs = jax.device_get(step.logprobs)
-        results = []
-        for index, (row, live, output) in enumerate(
-            zip(scheduled.requests, step.live, outputs, strict=True)
-        ):
-            if not row.is_current:
-                results.append(_DROPPED)
-                continue
-            reason: FinishReason | None = None
-            if output.done and output.tokens[-1] in live.stop_ids:
-                reason = "stop"
-            if live.collector is not None:
-                live.collector(step.output, index)
-            if live.prompt is not None:
-                live.prompt.take(logprobs, output.first_row, output.first_position, row.num_rows)
-            if live.grammar is not None and output.tokens:
-                live.drafts = tuple(output.drafts)
-                if not self._follow(live.grammar, output.tokens, live.request.request_id):
-                    reason = "error"
-            results.append(StepResult(output.tokens, reason))
-        self.scheduler.update(scheduled, results)
+        batch = step.batch
+        output = step.output.unpack(len(batch.requests))
+        logprobs = None if step.logprobs is None else jax.device_get(step.logprobs)
         deltas = []
-        for live, result, output in zip(step.live, results, outputs, strict=True):
-            if result.token_ids:
-                deltas.append(self._delta(live, result, output, logprobs))
+        for index, (row, live, tokens, count, drafted, done) in enumerate(
+            zip(
+                batch.requests,
+                batch.live,
+                output.tokens,
+                output.emitted,
+                output.drafted,
+                output.done,
+                strict=True,
+            )
+        ):
+            request = row.request
+            if row.incarnation != request.incarnation:
+                continue
+            emitted = tuple(tokens[:count])
+            reason: FinishReason | None = None
+            if done and emitted[-1] in live.stop_ids:
+                reason = "stop"
+                # It ends the drafts that count: those after it were never wanted.
+                drafted = min(drafted, count - 1)
+            taken = prompt = None
+            if not batch.plain:
+                if live.collector is not None:
+                    live.collector(step.output, index)
+                if logprobs is not None:
+                    taken, prompt = self._taken(row, live, output, index, logprobs)
+                if live.grammar is not None and emitted:
+                    live.drafts = tuple(output.drafts[index].tolist())
+                    if not self._follow(live.grammar, emitted, request.request_id):
+                        reason = "error"
+            if self.scheduler.update(row, emitted, reason):
+                del self._live[request.request_id]
+            if emitted:
+                self.stats.count(drafted, count - 1, count)
+                deltas.append(
+                    TokenDelta(
+                        request.request_id,
+                        emitted,
+                        drafted,
+                        count - 1,
+                        request.num_cached_tokens,
+                        request.finish_reason,
+                        taken,
+                        prompt,
+                    )
+                )
         return deltas
+
+    def _taken(
+        self,
+        row: ScheduledRequest,
+        live: _Live,
+        output: HostOutput,
+        index: int,
+        logprobs: RowLogprobs,
+    ) -> tuple[tuple[TokenLogprobs, ...] | None, tuple[TokenLogprobs, ...] | None]:
+        """The log-probabilities of what a request emitted, and with its first tokens those of its
+        prompt."""
+        first, position = output.first_row[index], output.first_position[index]
+        count = output.emitted[index]
+        taken = prompt = None
+        if live.prompt is not None:
+            live.prompt.take(logprobs, first, position, row.num_rows)
+            if count:
+                prompt, live.prompt = live.prompt.result(), None
+        if count and live.params.logprobs is not None:
+            # The newest token was the last one that the step knew.
+            newest = row.request.length - 1
+            taken = taken_logprobs(logprobs, first + newest - position, count, live.params.logprobs)
+        return taken, prompt
 
     def _follow(self, grammar: Grammar, emitted: Sequence[int], request_id: str) -> bool:
         """Move a grammar on; False if it failed, be it now or when it computed the masks."""
@@ -328,37 +418,3 @@ class EngineCore:
         if grammar.error is not None:
             logger.warning("the grammar of request %s cannot go on: %s", request_id, grammar.error)
         return grammar.error is None
-
-    def _delta(
-        self,
-        live: _Live,
-        result: StepResult,
-        output: RequestOutput,
-        logprobs: RowLogprobs | None,
-    ) -> TokenDelta:
-        request, count = live.request, len(output.tokens)
-        # A stop token ends the drafts that count: those after it were never wanted.
-        drafted = output.drafted
-        if result.finish_reason == "stop":
-            drafted = min(drafted, count - 1)
-        taken = None
-        if live.params.logprobs is not None:
-            assert logprobs is not None
-            # The newest token before these was the last one that the step knew.
-            newest = request.length - count - 1
-            row = output.first_row + newest - output.first_position
-            taken = taken_logprobs(logprobs, row, count, live.params.logprobs)
-        prompt, live.prompt = live.prompt, None
-        self.stats.count(drafted, count - 1, count)
-        if request.finish_reason is not None:
-            self._live.pop(request.request_id, None)
-        return TokenDelta(
-            request_id=request.request_id,
-            token_ids=tuple(output.tokens),
-            drafted=drafted,
-            accepted=count - 1,
-            num_cached_tokens=request.num_cached_tokens,
-            finish_reason=request.finish_reason,
-            logprobs=taken,
-            prompt_logprobs=None if prompt is None else prompt.result(),
-        )

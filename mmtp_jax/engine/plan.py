@@ -1,5 +1,5 @@
-"""What one step is told and what it answers: a small array or two each way, because each array of a
-call costs the host time.
+"""What one step is told and what it answers: one small array each way, because each array of a call
+costs the host time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from mmtp_jax.engine.buckets import Bucket
-from mmtp_jax.engine.scheduler import ScheduledRequest
+from mmtp_jax.engine.request import ScheduledRequest
 
 
 @jax.tree_util.register_dataclass
@@ -23,30 +23,42 @@ class StepPlan:
     """B requests: slot (R for padding), rows, capacity. `rows` is an upper bound on the target
     rows: the device clips it to the tokens and drafts it holds, the request's limit and `capacity`
     (positions that have pages in every group). `entries` are new page-table entries: group, slot,
-    column, page (slot = R: none). NumPy arrays on the host, traced in the step (`Any`).
+    column, page (slot = R: none). All of it lies in `packed`, part after part: a NumPy array, the
+    same on the device, or traced in the step (`Any`).
     """
 
-    requests: Int32[Any, "B 3"]
-    entries: Int32[Any, "X 4"]
+    packed: Int32[Any, " 3*B+4*X"]
+    num_requests: int = dataclasses.field(metadata={"static": True})
 
     @property
     def slot(self) -> Int32[Any, " B"]:
-        return self.requests[:, 0]
+        return self.packed[: self.num_requests]
 
     @property
     def rows(self) -> Int32[Any, " B"]:
-        return self.requests[:, 1]
+        return self.packed[self.num_requests : 2 * self.num_requests]
 
     @property
     def capacity(self) -> Int32[Any, " B"]:
-        return self.requests[:, 2]
+        return self.packed[2 * self.num_requests : 3 * self.num_requests]
+
+    @property
+    def entries(self) -> Int32[Any, "X 4"]:
+        return self.packed[3 * self.num_requests :].reshape(-1, 4)
 
     @classmethod
     def pack(
         cls, bucket: Bucket, num_slots: int, scheduled: Sequence[ScheduledRequest] = ()
     ) -> StepPlan:
-        """The plan of what was scheduled, padded to the sizes of the bucket's program."""
-        requests = [(row.slot, row.num_rows, row.capacity) for row in scheduled]
+        """The plan of what was scheduled, padded to the sizes of the bucket's program; ValueError
+        if it is more than that."""
+        size = 3 * bucket.num_requests + 4 * bucket.num_entries
+        plan = cls(np.zeros(size, np.int32), bucket.num_requests)
+        plan.slot[:] = num_slots
+        plan.slot[: len(scheduled)] = [row.slot for row in scheduled]
+        plan.rows[: len(scheduled)] = [row.num_rows for row in scheduled]
+        plan.capacity[: len(scheduled)] = [row.capacity for row in scheduled]
+        plan.entries[:] = num_slots
         entries = [
             (group, row.slot, column, page)
             for row in scheduled
@@ -54,11 +66,9 @@ class StepPlan:
             for group, new in enumerate(row.entries)
             for column, page in new
         ]
-        requests += [(num_slots, 0, 0)] * (bucket.num_requests - len(requests))
-        padded = np.full((bucket.num_entries, 4), num_slots, np.int32)
         if entries:
-            padded[: len(entries)] = entries
-        return cls(np.array(requests, np.int32), padded)
+            plan.entries[: len(entries)] = entries
+        return plan
 
 
 @jax.tree_util.register_dataclass
@@ -87,25 +97,27 @@ class CollectedLogits:
     target_request: Int32[Array, " T"]
 
 
-class RequestOutput(NamedTuple):
-    """What a step did for one request, on the host: it emitted `tokens` (accepted drafts, then the
-    bonus token) after verifying `drafted` drafts; `done` says that the request ended on the device
-    (stop id or limit). `drafts` propose the tokens after the newest one. Its target rows are those
-    from `first_row` on, at the positions from `first_position` on."""
+class HostOutput(NamedTuple):
+    """What a step did for each request, on the host: request b emitted `tokens[b][: emitted[b]]`
+    (accepted drafts, then the bonus token) after verifying `drafted[b]` drafts; `done[b]` says that
+    it ended on the device (stop id or limit). `drafts[b]` propose the tokens after the newest one.
+    Its target rows are those from `first_row[b]` on, at the positions from `first_position[b]` on.
+    """
 
-    tokens: list[int]
-    drafted: int
-    done: int
-    first_row: int
-    first_position: int
-    drafts: list[int]
+    emitted: list[int]
+    drafted: list[int]
+    done: list[int]
+    first_row: list[int]
+    first_position: list[int]
+    tokens: list[list[int]]
+    drafts: Int32[np.ndarray, "B W-1"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """`packed`: the fields of every request's `RequestOutput` side by side, tokens and drafts last;
-    one array, so that one transfer brings all that the host reads."""
+    """`packed`: the fields of `HostOutput` side by side; one array, so that one transfer brings all
+    that the host reads."""
 
     packed: Int32[Array, "B 3+2W+2"]
     collected: CollectedLogits | None
@@ -128,11 +140,12 @@ class StepOutput:
         packed = jnp.concatenate([numbers, tokens, drafts], axis=1, dtype=jnp.int32)
         return cls(packed, collected)
 
-    def unpack(self, num_requests: int) -> list[RequestOutput]:
+    def unpack(self, num_requests: int) -> HostOutput:
         """The first requests' parts, once they have arrived."""
-        packed = np.asarray(self.packed)[:num_requests].tolist()
-        width = self.packed.shape[1] // 2 - 2  # 5 numbers, W tokens, W - 1 drafts
-        return [
-            RequestOutput(values[:count], drafted, done, row, position, values[width:])
-            for count, drafted, done, row, position, *values in packed
-        ]
+        packed = np.asarray(self.packed)[:num_requests]
+        width = packed.shape[1] // 2 - 2  # 5 numbers, W tokens, W - 1 drafts
+        numbers, tokens, drafts = np.split(packed, (5, 5 + width), axis=1)
+        emitted, drafted, done, first_row, first_position = numbers.T.tolist()
+        return HostOutput(
+            emitted, drafted, done, first_row, first_position, tokens.tolist(), drafts
+        )

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mmtp_jax.engine.buckets import Bucket, round_up
 from mmtp_jax.engine.logprobs import row_logprobs
@@ -109,6 +110,10 @@ class Programs:
         self._state_sharding = None
         if graph.mesh is not None:
             self._state_sharding = jax.tree.map(lambda leaf: leaf.sharding, state)
+        # A plan is put there as every device reads it.
+        self._plan_sharding = None
+        if graph.mesh is not None:
+            self._plan_sharding = NamedSharding(graph.mesh, PartitionSpec())
         self._collecting: dict[int, Any] = {}
         self.buckets = {bucket.num_rows: bucket for bucket in buckets}
         jobs: dict[str, Callable[[], Any]] = {
@@ -159,6 +164,11 @@ class Programs:
             state = self._upload_masks(state, slots[part], starts[part], masks[part])
         return state
 
+    def upload(self, plan: StepPlan) -> StepPlan:
+        """The plan on the device, for one step or many: a step does not consume it."""
+        placed: StepPlan = jax.device_put(plan, self._plan_sharding)
+        return placed
+
     def step(self, num_rows: int, *, collect: bool = False) -> Any:
         """The executable `(params, state, plan) -> (state, output)` of a bucket. The variant that
         also returns every row's logits (scoring) is compiled when it is first asked for."""
@@ -192,7 +202,7 @@ class Programs:
             donate_argnums=1,
             out_shardings=None if self._state_sharding is None else (self._state_sharding, None),
         )
-        plan = StepPlan.pack(bucket, self._num_slots)
+        plan = self.upload(StepPlan.pack(bucket, self._num_slots))
         with self._on_mesh():
             return program.lower(self._params, self._abstract_state, plan).compile()
 

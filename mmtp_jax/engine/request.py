@@ -20,11 +20,27 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
-class InFlight(NamedTuple):
-    """A step that was dispatched and not read: its target rows, and whether it samples."""
+class ScheduledRequest(NamedTuple):
+    """One request's part of a step.
 
+    `num_rows` target rows: the next known tokens during prefill, else the newest token and up to
+    `num_rows - 1` drafts; `samples` says whether a token follows from them. `entries` are new
+    (index, page) page-table entries by cache group; `capacity` is the number of positions with
+    pages.
+    """
+
+    request: Request
+    incarnation: int
+    slot: int
     num_rows: int
     samples: bool
+    capacity: int
+    entries: Sequence[Sequence[tuple[int, int]]]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether output of this row still counts."""
+        return self.incarnation == self.request.incarnation
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +50,8 @@ class Request:
     `tokens` holds the prompt and the output read so far; `computed` counts the positions known to
     hold cache entries. During prefill both are exact for steps in flight too; once a step in flight
     samples, the device may be ahead by up to that step's rows. `incarnation` changes at every
-    preemption: output of an earlier one is dropped. `reuses_prefix` False computes every position,
+    preemption and at the end: output of an earlier one is dropped. `in_flight`: its parts of the
+    steps that are dispatched and not read. `reuses_prefix` False computes every position,
     `max_chunk` bounds the rows of its prefill chunks. `awaits_result` keeps it out of a step while
     one that samples is unread: what the step is told depends on what came out.
     """
@@ -54,7 +71,7 @@ class Request:
     reuses_prefix: bool = True
     max_chunk: int | None = None
     awaits_result: bool = False
-    in_flight: deque[InFlight] = field(default_factory=deque)
+    in_flight: deque[ScheduledRequest] = field(default_factory=deque)
     rows_in_flight: int = 0
     samples_in_flight: int = 0
     keys: PrefixKeys | None = None
@@ -117,19 +134,19 @@ class Request:
         if self.incarnation == 0:
             self.num_cached_tokens = admission.computed
 
-    def dispatch(self, num_rows: int, samples: bool) -> None:
+    def dispatch(self, row: ScheduledRequest) -> None:
         """Take part in a step that is not read yet."""
-        self.in_flight.append(InFlight(num_rows, samples))
-        self.rows_in_flight += num_rows
-        self.samples_in_flight += samples
+        self.in_flight.append(row)
+        self.rows_in_flight += row.num_rows
+        self.samples_in_flight += row.samples
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take over the oldest step in flight: it emitted `token_ids`."""
-        num_rows, samples = self.in_flight.popleft()
-        self.rows_in_flight -= num_rows
-        self.samples_in_flight -= samples
+        row = self.in_flight.popleft()
+        self.rows_in_flight -= row.num_rows
+        self.samples_in_flight -= row.samples
         self.tokens.extend(token_ids)
-        self.computed = len(self.tokens) - 1 if samples else self.computed + num_rows
+        self.computed = len(self.tokens) - 1 if row.samples else self.computed + row.num_rows
 
     def wait(self) -> None:
         """Back to waiting, without slot and cache entries."""
@@ -142,6 +159,7 @@ class Request:
         self.wait()
 
     def finish(self, reason: FinishReason) -> None:
+        self.incarnation += 1
         self.finish_reason = reason
         self._stop(RequestStatus.FINISHED)
 

@@ -13,11 +13,10 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from mmtp_jax.cache.manager import Admission, CacheManager
 from mmtp_jax.config import require
-from mmtp_jax.engine.request import FinishReason, Request, RequestStatus
+from mmtp_jax.engine.request import FinishReason, Request, RequestStatus, ScheduledRequest
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,8 @@ class SchedulerConfig:
     `buckets`: the row counts that programs exist for, ascending. `max_num_batched_tokens` bounds
     the rows of a step, where a request costs max(rows, N) because the modules run at least N rows.
     `max_chunk` bounds the rows of one prefill chunk. `lookahead`: positions beyond a step's rows
-    that its drafts are written at.
+    that its drafts are written at. `ahead`: positions beyond these that get pages early where pages
+    are plenty, all requests' in the same step, so that most steps hand out none.
     """
 
     max_num_seqs: int
@@ -37,6 +37,7 @@ class SchedulerConfig:
     buckets: tuple[int, ...]
     max_chunk: int | None = None
     lookahead: int = 0
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
@@ -64,6 +65,11 @@ class SchedulerConfig:
         chunk = min(self.max_num_batched_tokens, self.max_chunk or self.max_num_batched_tokens)
         return max(chunk, self.num_speculative_tokens + 1)
 
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that `ahead` positions last for; 0 for none."""
+        return -(-self.ahead // (self.num_speculative_tokens + 1))
+
 
 @dataclass(frozen=True)
 class ScheduledAdmission:
@@ -72,30 +78,6 @@ class ScheduledAdmission:
     slot: int
     request: Request
     admission: Admission
-
-
-class ScheduledRequest(NamedTuple):
-    """One request's part of a step.
-
-    `num_rows` target rows: the next known tokens during prefill, else the newest token and up to
-    `num_rows - 1` drafts. `entries` are new (index, page) page-table entries by cache group;
-    `capacity` is the number of positions with pages. A tuple, as is `StepResult`: every step makes
-    them anew.
-    """
-
-    request: Request
-    incarnation: int
-    slot: int
-    num_rows: int
-    samples: bool
-    capacity: int
-    entries: Sequence[Sequence[tuple[int, int]]]
-
-    @property
-    def is_current(self) -> bool:
-        """Whether output of this row still counts."""
-        request = self.request
-        return request.status is RequestStatus.RUNNING and request.incarnation == self.incarnation
 
 
 @dataclass(frozen=True)
@@ -107,18 +89,12 @@ class ScheduledStep:
     bucket: int
 
 
-class StepResult(NamedTuple):
-    """What a step emitted for one request, and why it ended there if a stop id or string did it."""
-
-    token_ids: Sequence[int]
-    finish_reason: FinishReason | None = None
-
-
 @dataclass(slots=True)
 class _Plan:
     """A step being put together."""
 
     budget: int
+    reserves_ahead: bool
     cost: int = 0
     preempted: bool = False
     admissions: list[ScheduledAdmission] = field(default_factory=list)
@@ -160,6 +136,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
+        self._steps = 0
         self._free_slots = list(range(config.max_num_seqs))
         self._chunk_policy = chunk_policy
         self._draft_policy = draft_policy
@@ -196,12 +173,17 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing can run before an earlier step is read."""
-        plan = _Plan(self.config.max_num_batched_tokens)
+        steps_ahead = self.config.steps_ahead
+        plan = _Plan(
+            self.config.max_num_batched_tokens,
+            reserves_ahead=steps_ahead > 0 and self._steps % steps_ahead == 0,
+        )
         # Decodes come first, both kinds in order of arrival.
         prefilling = [request for request in self.running if request.prefilling]
         decoding = self.running
         if prefilling:
             decoding = [request for request in self.running if not request.prefilling]
+        # A preemption changes `running`.
         for request in [*decoding, *prefilling]:
             if request.status is RequestStatus.RUNNING:
                 self._schedule_running(request, plan)
@@ -211,29 +193,33 @@ class Scheduler:
                 break
         if not plan.requests:
             return None
+        self._steps += 1
         bucket = next(bucket for bucket in self.config.buckets if bucket >= plan.cost)
         return ScheduledStep(tuple(plan.admissions), tuple(plan.requests.values()), bucket)
 
-    def update(self, step: ScheduledStep, results: Sequence[StepResult]) -> list[Request]:
-        """Take over a step's output, one result per `step.requests` entry. Steps in order.
+    def update(
+        self,
+        row: ScheduledRequest,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None = None,
+    ) -> bool:
+        """Take over what a step emitted for a request whose row `is_current`, and why it ended
+        there if not by reaching its limit. Steps and their rows in order.
 
-        Returns the requests that ended (reaching a limit included).
+        Returns whether the request ended.
         """
-        ended = []
-        for row, (token_ids, reason) in zip(step.requests, results, strict=True):
-            request = row.request
-            if not row.is_current:
-                continue
-            request.advance(token_ids)
-            assert request.tables is not None
-            self.cache.publish(request.tables, request.computed, len(request.tokens))
-            self.cache.retire(request.tables, request.computed)
-            if reason is None and len(request.tokens) >= request.limit:
-                reason = "length"
-            if reason is not None:
-                self._end(request, reason)
-                ended.append(request)
-        return ended
+        request = row.request
+        request.advance(token_ids)
+        tables, computed, length = request.tables, request.computed, len(request.tokens)
+        assert tables is not None
+        self.cache.publish(tables, computed, length)
+        self.cache.retire(tables, computed)
+        if finish_reason is None:
+            if length < request.limit:
+                return False
+            finish_reason = "length"
+        self._end(request, finish_reason)
+        return True
 
     def _schedule_running(self, request: Request, plan: _Plan) -> None:
         """Give a running request rows if it has any to run, preempting later arrivals for pages."""
@@ -273,18 +259,40 @@ class Scheduler:
         """Reserve pages and add the request to the step; False if out of pages."""
         tables = request.tables
         assert tables is not None
-        end = request.max_computed + num_rows
-        entries = self.cache.reserve(tables, min(end + self.config.lookahead, request.limit - 1))
-        if entries is None:
-            return False
+        end = request.computed + request.rows_in_flight + num_rows
         samples = end >= request.prefill_end
-        plan.requests[request.request_id] = ScheduledRequest(
-            request, request.incarnation, request.slot, num_rows, samples, tables.capacity, entries
-        )
+        needed = min(end + self.config.lookahead, request.limit - 1)
+        entries: Sequence[Sequence[tuple[int, int]]] = ()
+        if needed > tables.capacity or (plan.reserves_ahead and samples):
+            ahead = min(needed + self.config.ahead, request.limit - 1) if samples else needed
+            reserved = self.cache.reserve(tables, needed, ahead)
+            if reserved is None:
+                return False
+            entries = reserved
+        # A decoding request's part is mostly that of the step before: the same tuple then tells
+        # that nothing changed.
+        row = request.in_flight[-1] if request.in_flight else None
+        if (
+            row is None
+            or row.num_rows != num_rows
+            or row.samples is not samples
+            or row.capacity != tables.capacity
+            or row.entries
+        ):
+            row = ScheduledRequest(
+                request,
+                request.incarnation,
+                request.slot,
+                num_rows,
+                samples,
+                tables.capacity,
+                entries,
+            )
+        plan.requests[request.request_id] = row
         cost = self._cost(num_rows)
         plan.budget -= cost
         plan.cost += cost
-        request.dispatch(num_rows, samples)
+        request.dispatch(row)
         return True
 
     def _admit(self, request: Request, plan: _Plan) -> bool:

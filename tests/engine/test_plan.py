@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtp_jax.engine.buckets import Bucket
-from mmtp_jax.engine.plan import RequestOutput, StepOutput, StepPlan
-from mmtp_jax.engine.request import Request
-from mmtp_jax.engine.scheduler import ScheduledRequest
+from mmtp_jax.engine.plan import HostOutput, StepOutput, StepPlan
+from mmtp_jax.engine.request import Request, ScheduledRequest
 from mmtp_jax.engine.stats import Acceptance
 
 NUM_SLOTS = 5
@@ -28,7 +27,8 @@ def test_a_plan_is_padded_with_a_slot_that_is_none() -> None:
     assert plan.slot.tolist() == [3, 0, NUM_SLOTS, NUM_SLOTS]
     assert plan.rows.tolist() == [4, 1, 0, 0]
     assert plan.capacity.tolist() == [48, 0, 0, 0]
-    assert plan.entries.shape == (6, 4) and plan.requests.dtype == plan.entries.dtype == np.int32
+    assert plan.entries.shape == (6, 4) and plan.packed.dtype == np.int32
+    assert plan.packed.shape == (3 * 4 + 4 * 6,)
     assert plan.entries[0].tolist() == [0, 3, 0, 9]
     assert (plan.entries[1:, 1] == NUM_SLOTS).all()
 
@@ -61,18 +61,21 @@ def test_an_output_is_unpacked_as_it_was_packed(width: int) -> None:
         collected=None,
     )
     assert output.packed.dtype == jnp.int32
-    assert output.unpack(3) == [
-        RequestOutput(
-            tokens=tokens[row, : count[row]].tolist(),
-            drafted=(0, 0, width - 1)[row],
-            done=row == 1,
-            first_row=(0, 4, 5)[row],
-            first_position=7 + row,
-            drafts=drafts[row].tolist(),
+    for size in (3, 1):
+        found = output.unpack(size)
+        assert (
+            found[:-1]
+            == HostOutput(
+                emitted=count[:size],
+                drafted=[0, 0, width - 1][:size],
+                done=[0, 1, 0][:size],
+                first_row=[0, 4, 5][:size],
+                first_position=[7, 8, 9][:size],
+                tokens=tokens[:size].tolist(),
+                drafts=drafts,
+            )[:-1]
         )
-        for row in range(3)
-    ]
-    assert output.unpack(1) == output.unpack(3)[:1]
+        assert np.array_equal(found.drafts, drafts[:size])
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4))))

@@ -18,7 +18,7 @@ from mmtp_jax.cache.manager import CacheGroup, CacheManager, PageTables
 from mmtp_jax.cache.prefix import PrefixSearch
 from mmtp_jax.config import ConfigError
 from mmtp_jax.engine.request import FinishReason, Request, RequestStatus
-from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig, StepResult
+from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 
 MAX_MODEL_LEN = 32
 
@@ -58,6 +58,7 @@ class Server:
         vary: bool = False,
         stop_every: int | None = None,
         awaiting: float = 0.0,
+        ahead: int = 0,
     ) -> None:
         self.cache = cache
         self.awaiting = awaiting
@@ -70,6 +71,7 @@ class Server:
             num_speculative_tokens=cache.num_modules,
             buckets=tuple(sorted({4, max_num_batched_tokens})),
             max_chunk=max_chunk,
+            ahead=ahead,
         )
         self.scheduler = Scheduler(
             self.config,
@@ -82,7 +84,7 @@ class Server:
         self.requests: list[Request] = []
         self.finished: list[Request] = []
         self.first_starts: list[int] = []
-        self.unread: deque[tuple[ScheduledStep, list[StepResult]]] = deque()
+        self.unread: deque[tuple[ScheduledStep, list[tuple[int, ...]]]] = deque()
 
     def add(self, prompt: list[int], max_tokens: int) -> Request:
         request = Request.create(str(len(self.requests)), prompt, max_tokens, MAX_MODEL_LEN)
@@ -116,14 +118,20 @@ class Server:
                 assert unread == row.samples, "a step that samples is unread"
             emitted = self.device.step(row.slot, row.num_rows, row.capacity, row.entries)
             assert row.samples or not emitted
-            stopped = bool(emitted) and emitted[-1] == STOP_TOKEN
-            results.append(StepResult(emitted, "stop" if stopped else None))
+            results.append(emitted)
         self.unread.append((step, results))
         return step
 
     def read(self) -> None:
         step, results = self.unread.popleft()
-        self.finished.extend(self.scheduler.update(step, results))
+        for row, emitted in zip(step.requests, results, strict=True):
+            if not row.is_current:
+                continue
+            reason: FinishReason | None = None
+            if emitted and emitted[-1] == STOP_TOKEN:
+                reason = "stop"
+            if self.scheduler.update(row, emitted, reason):
+                self.finished.append(row.request)
         self.device.check_published()
 
     def advance(self) -> None:
@@ -198,6 +206,7 @@ def run_random(seed: int, num_modules: int | None = None, page_size: int | None 
         vary=rng.random() < 0.7,
         stop_every=rng.choice([None, 10]),
         awaiting=rng.choice([0.0, 0.5, 1.0]),
+        ahead=(0, 3, 8, 64)[seed % 4],
     )
     for _ in range(rng.randint(2, 20)):
         server.add(random_prompt(server, rng), rng.randint(1, 12))
@@ -322,6 +331,7 @@ class ServerMachine(RuleBasedStateMachine):
         spare_pages=st.sampled_from([0, 3, 40]),
         windows=st.sampled_from([(None,), (None, 4)]),
         budget=st.integers(6, 20),
+        ahead=st.sampled_from([0, 5, 64]),
         seed=st.integers(0, 1000),
     )
     def start(
@@ -331,6 +341,7 @@ class ServerMachine(RuleBasedStateMachine):
         spare_pages: int,
         windows: tuple[int | None, ...],
         budget: int,
+        ahead: int,
         seed: int,
     ) -> None:
         pages = -(-MAX_MODEL_LEN // page_size) + spare_pages
@@ -341,6 +352,7 @@ class ServerMachine(RuleBasedStateMachine):
             vary=seed % 2 == 0,
             stop_every=12,
             awaiting=seed % 3 / 2,
+            ahead=ahead,
         )
 
     @rule(
