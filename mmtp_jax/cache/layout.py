@@ -49,6 +49,14 @@ class Place:
     attention: tuple[int, int]
     conv: tuple[int, int] | None
 
+    def relative(self) -> tuple[Place, int]:
+        """A place that equal layers share where their indices differ by the same number, and that
+        number: it is added to every layer index."""
+        (group, layer), conv = self.attention, self.conv
+        if conv is not None:
+            conv = conv[0], conv[1] - layer
+        return Place((group, 0), conv), layer
+
 
 @dataclass(frozen=True)
 class CacheLayout:

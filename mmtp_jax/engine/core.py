@@ -16,7 +16,7 @@ import numpy as np
 
 from mmtp_jax.cache.manager import CacheManager
 from mmtp_jax.config import EngineConfig, require
-from mmtp_jax.engine.buckets import RESERVED_AHEAD, buckets
+from mmtp_jax.engine.buckets import CPU_SPACING, GPU_SPACING, RESERVED_AHEAD, buckets
 from mmtp_jax.engine.delta import TokenDelta, TokenLogprobs
 from mmtp_jax.engine.grammar import Grammar, fill_masks
 from mmtp_jax.engine.logprobs import PromptCollector, taken_logprobs
@@ -135,6 +135,7 @@ class EngineCore:
             num_groups=len(groups),
             lookahead=lookahead,
             row_counts=row_counts,
+            spacing=GPU_SPACING if jax.default_backend() == "gpu" else CPU_SPACING,
         )
         self.scheduler = Scheduler(
             SchedulerConfig(

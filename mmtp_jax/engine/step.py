@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from mmtp_jax.engine.collect import all_logits
+from mmtp_jax.engine.draw import draw
 from mmtp_jax.engine.plan import StepOutput, StepPlan
 from mmtp_jax.engine.state import EngineState, Numbers
 from mmtp_jax.models.model import Model, ModelGraph, Params
 from mmtp_jax.models.rows import Rows, pack_rows
-from mmtp_jax.sampling.sampler import sample
 from mmtp_jax.sampling.state import SamplingState, params_of, without_masks
 from mmtp_jax.speculative.exactness import advance_exact
 from mmtp_jax.speculative.module import Proposal, Window
@@ -141,9 +141,14 @@ def _emit(
     draw_rows = pack_rows(length - 1, num_draws, (), shape.logit_rows)
     owner = draw_rows.request
     source = rows.cu_q_lens[owner] + draw_rows.position - computed[owner]
-    logits = model.target.logits(normed.at[source].get(mode="clip"))
-    draw_slot = jnp.where(draw_rows.real, slot[owner], state.num_slots)
-    drawn = sample(logits, state.sampling, draw_slot, draw_rows.position + 1, state.tokens)
+    drawn = draw(
+        model.target,
+        normed.at[source].get(mode="clip"),
+        state.sampling,
+        jnp.where(draw_rows.real, slot[owner], state.num_slots),
+        draw_rows.position + 1,
+        state.tokens,
+    )
 
     following = state.tokens.at[slot[rows.request], rows.position + 1].get(mode="clip")
     drawn_from = jnp.where(draw_rows.real, source, shape.num_rows)

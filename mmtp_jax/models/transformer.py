@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +16,22 @@ from mmtp_jax.models.parts import Linear, RMSNorm, parameter
 from mmtp_jax.models.rows import Rows
 from mmtp_jax.models.visit import Visit
 from mmtp_jax.specs import ModelConfig
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_layer(
+    graph: nnx.GraphDef[DecoderLayer],
+    place: Place,
+    params: nnx.State,
+    x: Float[Array, "T H"],
+    rows: Rows,
+    write: Bool[Array, " T"],
+    depth: Int32[Array, ""],
+    pages: Pages,
+) -> tuple[Float[Array, "T H"], Pages]:
+    """One layer. Equal layers are traced and lowered once, which is most of what a start takes when
+    the compiled program is found on disk; XLA inlines the calls."""
+    return nnx.merge(graph, params)(x, Visit(rows, write, place, depth), pages)
 
 
 class Embedding(nnx.Module):
@@ -61,8 +79,10 @@ class Transformer(nnx.Module):
         """Hidden states *before* the final norm, and the pages with this pass's entries."""
         x = self.embedded(tokens)
         for index, (layer, place) in enumerate(zip(self.layers, places, strict=True)):
+            graph, params = nnx.split(layer)
+            base, depth = place.relative()
             with jax.named_scope(f"layer_{index}"):
-                x, pages = layer(x, Visit(rows, write, place), pages)
+                x, pages = _run_layer(graph, base, params, x, rows, write, jnp.int32(depth), pages)
         return x, pages
 
     def logits(self, hidden: Float[Array, "S H"]) -> Float[Array, "S V"]:

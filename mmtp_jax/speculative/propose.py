@@ -10,6 +10,7 @@ serves decode, rejection, chunk boundaries, prefix hits and resumption.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +52,10 @@ def catch_up(
         ahead = number + 1 if mtp.consumed_position else 0
         visit = Visit(rows, write, graph.layout.modules[starts[run]], depth, ahead)
         output, normed, pages = run_module(mtp, model, module, consumed, feed, visit, pages)
-        with jax.named_scope("draft"):
-            index = window.length + number
-            draft = choose(module_logits(model, module, normed[last_row]), index, tokens)
+        index = window.length + number
+        chosen_from = module_logits(model, module, normed[last_row])
+        with jax.named_scope("sample"):
+            draft = choose(chosen_from, index, tokens)
             tokens = tokens.at[draft_slot, index].set(draft, mode="drop")
         everything = module_logits(model, module, normed) if collect else None
         feed = feed if mtp.feed == "target" else output
@@ -65,14 +67,8 @@ def catch_up(
         run_graph, params = nnx.split(model.mtp.runs[run])
         graphs.append(run_graph)
         starts.append(first)
-        depth = jnp.arange(count, dtype=jnp.int32)
-        with jax.named_scope(f"mtp_{first}_to_{first + count - 1}"):
-            carry, output = jax.lax.scan(
-                functools.partial(module_step, run),
-                carry,
-                (params, depth, first + depth),
-                unroll=count if unroll else 1,
-            )
+        step = functools.partial(module_step, run)
+        carry, output = _over_depths(step, carry, params, first, count, unroll)
         outputs.append(output)
     tokens, _, pages = carry
     drafts, last, logits = zip(*outputs, strict=True)
@@ -83,3 +79,29 @@ def catch_up(
         last[-1][-1],
         jnp.concatenate(logits) if collect else None,
     )
+
+
+def _over_depths(
+    step: Callable[[tuple, tuple], tuple[tuple, tuple]],
+    carry: tuple,
+    params: nnx.State,
+    first: int,
+    count: int,
+    unroll: bool,
+) -> tuple[tuple, tuple]:
+    """Scan the `count` modules from `first` on, whose parameters are stacked.
+
+    Unrolled (but traced once) for GPUs, where a loop would be driven by the host; every depth has a
+    name of its own in profiles.
+    """
+    if not unroll:
+        depths = jnp.arange(count, dtype=jnp.int32)
+        with jax.named_scope(f"mtp_{first}_to_{first + count - 1}"):
+            return jax.lax.scan(step, carry, (params, depths, first + depths))
+    outputs, step = [], jax.jit(step)
+    for depth in range(count):
+        own = jax.tree.map(lambda leaf, depth=depth: leaf[depth], params)
+        with jax.named_scope(f"mtp_{first + depth}"):
+            carry, output = step(carry, (own, jnp.int32(depth), jnp.int32(first + depth)))
+        outputs.append(output)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
