@@ -170,7 +170,7 @@ class _Server:
         logger.info(model.description)
         service.metrics.know_drafts(model.num_drafts)
         service.tokenizer = await asyncio.to_thread(
-            _load_tokenizer, self._config.model, self._server.chat_template
+            _load_tokenizer, self._config, self._server.chat_template
         )
         service.prepared = True
 
@@ -188,5 +188,10 @@ class _Server:
             self._client.fail_open_requests(ShuttingDown())
 
 
-def _load_tokenizer(model: str, chat_template: str | None) -> Tokenizer | None:
-    return load_tokenizer(open_checkpoint(resolve_model(model)).tokenizer_source, chat_template)
+def _load_tokenizer(config: EngineConfig, chat_template: str | None) -> Tokenizer | None:
+    checkpoint = open_checkpoint(
+        resolve_model(config.model),
+        config.hf_overrides,
+        with_weights=config.load_format != "dummy",
+    )
+    return load_tokenizer(checkpoint.tokenizer_source, chat_template)
