@@ -12,6 +12,7 @@ import jax
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels.ragged_paged_attention import reference, triton, xla
+from pallas_kernels.ragged_paged_attention.config import power_of_two
 
 IMPLEMENTATIONS = {
     "triton": triton.ragged_paged_attention,
@@ -45,13 +46,16 @@ def ragged_paged_attention(
     and, with a window, s > t - window. `sinks` add `exp(sink)` to the softmax denominator of each
     head. Without `v_pages` a key's first `value_dim` entries are its value (latent attention,
     arXiv 2405.04434). Softmax and accumulation are float32; the result has q's dtype. Rows past
-    `cu_q_lens[-1]` are zero. The default implementation is "triton" on a GPU and "xla" elsewhere.
+    `cu_q_lens[-1]` are zero. The default implementation is "triton" on a GPU, where pages hold
+    a power of two of positions, and "xla" elsewhere.
 
     Raises:
         ValueError: an unknown implementation, or shapes that do not fit together.
     """
     if implementation is None:
-        implementation = "triton" if jax.default_backend() == "gpu" else "xla"
+        page = k_pages.shape[2]
+        fits = page == power_of_two(page)
+        implementation = "triton" if fits and jax.default_backend() == "gpu" else "xla"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
