@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 
-from mmtp_jax.bench.batch import random_prompts
+from mmtp_jax.bench.batch import as_served, random_prompts
 from mmtp_jax.bench.presets import ModelOptions
 from mmtp_jax.config import EngineConfig, require
 from mmtp_jax.describe import count_parameters
@@ -100,9 +100,10 @@ def throughput(model: ModelOptions, options: ThroughputOptions) -> Throughput:
     prompts = random_prompts(options.num_prompts + 1, options.prompt_len, vocab_size)
     _generate(core, prompts[:1], WARM_UP_TOKENS)
     warm = dataclasses.replace(core.stats)
-    start = time.perf_counter()
-    times = _generate(core, prompts[1:], options.output_len)
-    seconds = time.perf_counter() - start
+    with as_served():
+        start = time.perf_counter()
+        times = _generate(core, prompts[1:], options.output_len)
+        seconds = time.perf_counter() - start
     tokens = core.stats.tokens - warm.tokens
     target, modules = count_parameters(loaded.graph)
     return Throughput(

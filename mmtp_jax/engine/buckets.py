@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmtp_jax.config import EngineConfig, require
 
-# Positions beyond the next step's that get pages early, where pages are plenty.
+# Positions beyond those of a step that get pages early, where pages are plenty.
 RESERVED_AHEAD = 64
 
 
@@ -76,12 +76,14 @@ def buckets(
     width: int,
     num_groups: int,
     lookahead: int = 0,
+    ahead: int = 0,
     row_counts: tuple[int, ...] | None = None,
     spacing: Spacing = CPU_SPACING,
 ) -> tuple[Bucket, ...]:
     """Every program of a configuration; `ConfigError` if one decode window does not fit.
 
-    `row_counts` replaces the sizes that `bucket_sizes` chooses (but none is below the least).
+    `lookahead` and `ahead` are those of the scheduler. `row_counts` replaces the sizes that
+    `bucket_sizes` chooses (but none is below the least).
     """
     require(
         config.max_num_batched_tokens >= width,
@@ -95,11 +97,10 @@ def buckets(
     for size in sorted({max(size, spacing.least) for size in sizes}):
         requests = min(config.max_num_seqs, size // max(num_modules, 1))
         logit_rows = min(size, round_up(requests * width, config.row_multiple))
-        # Between two steps, what a request must have pages for grows by its rows (in the first one
-        # from an admission's whole pages on, and by `lookahead`), and it may get some ahead. Both
-        # ends may lie within a page.
+        # From step to step, a request needs pages for as many more positions as it has rows (and in
+        # the first one for `lookahead`), and may get some `ahead`. Both ends can lie within a page.
         page_size = config.cache.page_size
-        each = 2 + -(-(lookahead + RESERVED_AHEAD) // page_size)
+        each = 2 + -(-(lookahead + ahead) // page_size)
         pages = -(-size // page_size) + each * requests
         made.append(Bucket(size, requests, logit_rows, pages * num_groups))
     return tuple(made)

@@ -134,6 +134,7 @@ class EngineCore:
             width=width,
             num_groups=len(groups),
             lookahead=lookahead,
+            ahead=RESERVED_AHEAD,
             row_counts=row_counts,
             spacing=GPU_SPACING if jax.default_backend() == "gpu" else CPU_SPACING,
         )

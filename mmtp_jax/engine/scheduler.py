@@ -13,10 +13,13 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from mmtp_jax.cache.manager import Admission, CacheManager
 from mmtp_jax.config import require
 from mmtp_jax.engine.request import FinishReason, Request, RequestStatus, ScheduledRequest
+
+_PREFILLING = attrgetter("prefilling")
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}
+        # What every step looks up for every request.
+        self._window = config.num_speculative_tokens + 1
+        self._least_cost = cache.num_modules
         self._arrivals = 0
         self._steps = 0
         self._free_slots = list(range(config.max_num_seqs))
@@ -178,13 +184,8 @@ class Scheduler:
             self.config.max_num_batched_tokens,
             reserves_ahead=steps_ahead > 0 and self._steps % steps_ahead == 0,
         )
-        # Decodes come first, both kinds in order of arrival.
-        prefilling = [request for request in self.running if request.prefilling]
-        decoding = self.running
-        if prefilling:
-            decoding = [request for request in self.running if not request.prefilling]
-        # A preemption changes `running`.
-        for request in [*decoding, *prefilling]:
+        # Decodes come first, both kinds in order of arrival. A preemption changes `running`.
+        for request in sorted(self.running, key=_PREFILLING):
             if request.status is RequestStatus.RUNNING:
                 self._schedule_running(request, plan)
         # Pages that a preemption freed go to the requests it was for.
@@ -246,14 +247,16 @@ class Scheduler:
                 chunk = self._chunk_policy(request, chunk)
             num_rows = chunk
         else:
-            drafts = self.config.num_speculative_tokens
+            num_rows = self._window
             if self._draft_policy is not None:
-                drafts = self._draft_policy(request)
-            num_rows = min(drafts + 1, request.limit - request.min_length)
+                num_rows = self._draft_policy(request) + 1
+            most = request.limit - request.min_length
+            if num_rows > most:
+                num_rows = most
         return num_rows if self._cost(num_rows) <= budget else 0
 
     def _cost(self, num_rows: int) -> int:
-        return max(num_rows, self.cache.num_modules)
+        return num_rows if num_rows > self._least_cost else self._least_cost
 
     def _add_rows(self, request: Request, num_rows: int, plan: _Plan) -> bool:
         """Reserve pages and add the request to the step; False if out of pages."""
@@ -261,7 +264,9 @@ class Scheduler:
         assert tables is not None
         end = request.computed + request.rows_in_flight + num_rows
         samples = end >= request.prefill_end
-        needed = min(end + self.config.lookahead, request.limit - 1)
+        needed = end + self.config.lookahead
+        if needed >= request.limit:
+            needed = request.limit - 1
         entries: Sequence[Sequence[tuple[int, int]]] = ()
         if needed > tables.capacity or (plan.reserves_ahead and samples):
             ahead = min(needed + self.config.ahead, request.limit - 1) if samples else needed

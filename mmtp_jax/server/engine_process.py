@@ -6,6 +6,7 @@ here only.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import signal
@@ -102,6 +103,8 @@ def run_engine(config: EngineConfig, address: str, log_level: str, json_logs: bo
         channel.send(Failed(" ".join(str(error).split())))
         channel.close()
         sys.exit(2)
+    # What is there now stays: looking for garbage in it, again and again, would hold up a step.
+    gc.freeze()
     channel.send(Ready())
     EngineService(core, grammars, channel).run()
     channel.close()

@@ -232,6 +232,32 @@ def test_reserve_is_all_or_nothing() -> None:
     assert cache.usage == 1.0
 
 
+def test_pages_ahead_leave_half_of_every_pool() -> None:
+    groups = [
+        CacheGroup("target", "target", None, 41, 4),
+        CacheGroup("modules", "modules", None, 21, 4),
+    ]
+    cache = CacheManager(groups, 1)
+    admission = cache.admit(cache.prefix_keys([0]))
+    assert admission is not None
+    tables = admission.tables
+    for upto, ahead, capacity in (
+        (5, 17, 20),
+        (20, 20, 20),
+        (20, 40, 40),  # 10 of 20 pages
+        (40, 41, 40),  # the 11th is not needed yet
+        (41, 60, 44),
+        (44, 48, 44),
+    ):
+        new = cache.reserve(tables, upto, ahead)
+        assert new is not None and tables.capacity == capacity
+        cache.assert_consistent()
+    assert cache.reserve(tables, 81, 90) is None
+    assert cache.reserve(tables, 80, 90) is not None
+    cache.free(tables)
+    assert all(pool.num_referenced == 0 for pool in cache.pools)
+
+
 def test_deep_pages_are_evicted_first() -> None:
     cache = make_cache(0, 2, num_pages=4)
     runner = Runner(cache)

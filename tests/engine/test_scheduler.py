@@ -16,7 +16,8 @@ from mmtp_jax.cache import manager, prefix
 from mmtp_jax.cache.keys import PageKey, PrefixKeys
 from mmtp_jax.cache.manager import CacheGroup, CacheManager, PageTables
 from mmtp_jax.cache.prefix import PrefixSearch
-from mmtp_jax.config import ConfigError
+from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig
+from mmtp_jax.engine.buckets import buckets
 from mmtp_jax.engine.request import FinishReason, Request, RequestStatus
 from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 
@@ -79,6 +80,23 @@ class Server:
             chunk_policy=(lambda request, limit: rng.randint(1, limit)) if vary else None,
             draft_policy=(lambda request: rng.randint(0, cache.num_modules)) if vary else None,
         )
+        # Of every program, the new table entries that a step may come with.
+        engine = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            cache=CacheConfig(page_size=cache.page_size),
+        )
+        self.most_entries = {
+            bucket.num_rows: bucket.num_entries
+            for bucket in buckets(
+                engine,
+                num_modules=cache.num_modules,
+                width=cache.num_modules + 1,
+                num_groups=len(cache.groups),
+                ahead=ahead,
+                row_counts=self.config.buckets,
+            )
+        }
         self.language = Language(stop_every)
         self.device = SymbolicDevice(cache, self.language, rng)
         self.requests: list[Request] = []
@@ -107,6 +125,8 @@ class Server:
         assert cost <= step.bucket
         assert step.bucket == min(b for b in self.config.buckets if b >= cost)
         assert cost <= self.config.max_num_batched_tokens
+        entries = [new for row in step.requests for group in row.entries for new in group]
+        assert len(entries) <= self.most_entries[step.bucket]
         slots = [row.slot for row in step.requests]
         assert len(set(slots)) == len(slots) and max(slots) < self.config.max_num_seqs
         results = []
@@ -497,6 +517,54 @@ def test_preemption_takes_the_latest_request_and_keeps_its_output() -> None:
     assert new.output_ids == kept, "output of a preempted incarnation was kept"
     server.drain()
     assert new.output_ids[: len(kept)] == kept and len(new.output_ids) == 12
+
+
+def handing_out(server: Server, steps: int) -> list[int]:
+    """Which of the next steps come with new pages."""
+    found = []
+    for number in range(steps):
+        step = server.dispatch()
+        assert step is not None
+        if any(row.entries for row in step.requests):
+            found.append(number)
+        server.read()
+    return found
+
+
+@pytest.mark.parametrize(("num_modules", "every"), [(0, 8), (1, 4)])
+def test_pages_ahead_come_in_the_same_step_for_all(num_modules: int, every: int) -> None:
+    server = Server(make_cache(num_modules, 2, 200), rng=random.Random(0), ahead=8)
+    server.device.acceptance = 1.0
+    for length in (1, 2, 3):
+        server.add([0] * length, 29)
+    assert handing_out(server, 12) == [*range(0, 12, every)]
+    server.drain()
+
+
+def test_no_pages_ahead_once_they_are_scarce() -> None:
+    """Three requests of 16 pages each, of which 24 are few."""
+    taken = {}
+    for ahead in (0, 8):
+        server = Server(make_cache(0, 2, 24), rng=random.Random(0), ahead=ahead)
+        for length in (4, 4, 4):
+            server.add([0] * length, 28)
+        preempted = []
+        while server.scheduler.has_requests:
+            server.advance()
+            preempted.append(server.scheduler.num_preemptions)
+        server.drain()
+        taken[ahead] = preempted
+    assert taken[0] == taken[8] and max(taken[0]) > 0
+
+
+def test_a_decoding_request_is_scheduled_as_before_while_nothing_changes() -> None:
+    server = Server(make_cache(0, 2, 200), rng=random.Random(0), ahead=8)
+    server.add([0, 1], 20)
+    steps = [server.dispatch() for _ in range(6)]
+    rows = [step.requests[0] for step in steps if step is not None]
+    assert rows[0].entries and not rows[1].entries and rows[1] is not rows[0]
+    assert all(row is rows[2] for row in rows[3:])
+    server.drain()
 
 
 def test_output_of_an_ended_request_in_flight_is_dropped() -> None:
