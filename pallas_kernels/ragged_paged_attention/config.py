@@ -54,6 +54,35 @@ def power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
+def choose_config(
+    *,
+    device: str,
+    num_tokens: int,
+    num_requests: int,
+    num_kv_heads: int,
+    group: int,
+    key_dim: int,
+    itemsize: int,
+    window: int | None,
+    positions: int,
+) -> Config:
+    """What `TUNED` has for a call on a kind of device, or else `config_for`."""
+    rows = -(-num_tokens // num_requests)
+    key = Key(device, itemsize, key_dim, num_kv_heads, group, num_requests, rows)
+    if window is None and key in TUNED:
+        return TUNED[key]
+    return config_for(
+        num_tokens=num_tokens,
+        num_requests=num_requests,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        key_dim=key_dim,
+        itemsize=itemsize,
+        window=window,
+        positions=positions,
+    )
+
+
 # Programs that an H200's 132 multiprocessors run at once, two on each.
 _PROGRAMS = 264
 _MOST_SPLITS = 32

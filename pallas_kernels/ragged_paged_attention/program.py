@@ -23,7 +23,8 @@ LOG2E = math.log2(math.e)
 _LOADED = 16384
 
 Entry = Callable[[Column], Array]  # of a tile
-Carry = tuple[Array, Array, Array]  # of rows: highest scores, sums of weights, weighted values
+# Of rows: highest scores (as powers of two), sums of weights, weighted values.
+Carry = tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Task:
     values_are_keys: bool
     extent: int | None
     sinks: bool
+
+    @property
+    def transforms_scores(self) -> bool:
+        """Whether scores are more than products times the scale."""
+        return self.extent is not None or self.softcap is not None
 
     @property
     def value_span(self) -> int:

@@ -22,16 +22,11 @@ from pallas_kernels._compat import (
     dot,
     interpreted,
     load,
+    scaled_exp2,
     take_ticket,
 )
 from pallas_kernels.ragged_paged_attention.combine import combine
-from pallas_kernels.ragged_paged_attention.config import (
-    TUNED,
-    Config,
-    Key,
-    config_for,
-    power_of_two,
-)
+from pallas_kernels.ragged_paged_attention.config import Config, choose_config, power_of_two
 from pallas_kernels.ragged_paged_attention.program import (
     LOG2E,
     LOWEST,
@@ -84,6 +79,7 @@ def _kernel(
             return load(where, mask=tile.real[:, None] & (dim < key_dim), other=0)
 
         queries = [query(*span) for span in key_spans]
+        unit = 1.0 if task.transforms_scores else task.scale * LOG2E
 
         def block(edge: bool, number: Array, carry: Carry) -> Carry:
             """One block of keys; at an `edge` some rows do not see all of them."""
@@ -113,9 +109,7 @@ def _kernel(
                 for q, k in zip(queries, blocks, strict=True)
             )
             distance = tile.position[:, None] - key[None, :]
-            if task.extent is None and task.softcap is None:
-                scores = scores * (task.scale * LOG2E)
-            else:
+            if task.transforms_scores:
                 scores = scores * task.scale
                 if task.extent is not None:
                     near = tile.real[:, None] & (distance >= 0) & (distance < task.extent)
@@ -134,9 +128,11 @@ def _kernel(
                     visible &= distance < task.window
                 scores = jnp.where(visible, scores, LOWEST)
 
+            # `unit` turns scores into powers of two in the same instruction that subtracts the top.
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            weights = jnp.exp2(scores - new_top[:, None])
-            rescale = jnp.exp2(top - new_top)
+            shift = jnp.where(new_top > LOWEST, new_top * unit, 0.0)
+            weights = scaled_exp2(scores, unit, shift[:, None])
+            rescale = scaled_exp2(top, unit, shift)
             total = total * rescale + jnp.sum(weights, axis=1)
             values = (
                 blocks[0]
@@ -167,6 +163,7 @@ def _kernel(
             carry = walk(True, edge, end, carry)
         else:
             carry = walk(True, begin, end, carry)
+        carry = (carry[0] * unit, *carry[1:])
 
         if config.splits == 1:
             finish(tile, out_ref, sinks_ref, task, keys, carry)
@@ -216,19 +213,15 @@ def ragged_paged_attention(
     if page != power_of_two(page):
         raise ValueError(f"pages must hold a power of two of positions, got {page}")
     group = num_heads // num_kv_heads
-    num_requests, itemsize = kv_lens.shape[0], k_pages.dtype.itemsize
-    if config is None and window is None:
-        rows = pl.cdiv(num_tokens, num_requests)
-        key = Key(device_kind(), itemsize, key_dim, num_kv_heads, group, num_requests, rows)
-        config = TUNED.get(key)
     if config is None:
-        config = config_for(
+        config = choose_config(
+            device=device_kind(),
             num_tokens=num_tokens,
-            num_requests=num_requests,
+            num_requests=kv_lens.shape[0],
             num_kv_heads=num_kv_heads,
             group=group,
             key_dim=key_dim,
-            itemsize=itemsize,
+            itemsize=k_pages.dtype.itemsize,
             window=window,
             positions=page_table.shape[1] * page,
         )
