@@ -1,1 +1,1 @@
-"""Measurements of the kernels on a GPU; results are kept under `results/`."""
+"""`python -m pallas_kernels.bench`: what the kernels take on a GPU; runs are kept in `results/`."""

@@ -1,84 +1,124 @@
-"""`python -m pallas_kernels.bench.grouped_matmul`: implementations against each other and
-`jax.lax.ragged_dot`, checked against float32, as JSON lines.
+"""Products of sorted rows with the matrices of their groups, in bfloat16: implementations against
+each other and `jax.lax.ragged_dot`.
 
-Rows are those of a decode step and of a prefill chunk with 6 of E experts each, chosen uniformly.
+Rows are those of a decode step and of a prefill chunk with 6 of E experts each, chosen uniformly
+and anew for every call. Calls go up and down in turns, [E, K, N] and then [E, N, K], as the two
+products of an expert do; the time is that of one of the two.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench.timing import CALLS, seconds_per_call
+from pallas_kernels.bench.measure import Variant, calls_for
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 TOP_K = 6
-# (E, K, N): a scaled-down Inkling, and a quarter of Inkling-Small's experts.
+_MATRICES_BYTES = 5e8
+# Implementations that take a multiple of the kernel's time for many rows make fewer calls then.
+_MANY_ROWS, _SLOW_CALLS = 1000, 4
+_LARGEST_RAGGED_DOT = 2**32  # rows in every group
+
+
+@dataclass(frozen=True)
+class GroupedCase:
+    num_groups: int
+    inner: int
+    columns: int
+    num_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_groups} x {self.inner} x {self.columns} T={self.num_tokens}"
+
+    @property
+    def num_rows(self) -> int:
+        return TOP_K * self.num_tokens
+
+    @property
+    def bytes_moved(self) -> float:
+        """The matrices of the groups that some row belongs to (on average), and the rows."""
+        touched = self.num_groups * (1 - (1 - 1 / self.num_groups) ** self.num_rows)
+        matrices = touched * self.inner * self.columns
+        return 2 * (matrices + self.num_rows * (self.inner + self.columns))
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.num_rows * self.inner * self.columns
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Rows; pairs of matrices; sizes of the groups for several calls."""
+        rng = np.random.default_rng(0)
+        shape = (self.num_groups, self.inner, self.columns)
+        pair_bytes = 4 * self.num_groups * self.inner * self.columns
+        keys = [jax.random.key(seed) for seed in range(max(1, int(_MATRICES_BYTES / pair_bytes)))]
+
+        def matrices(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            up, down = jax.random.split(key)
+            other = (self.num_groups, self.columns, self.inner)
+            # Products of products stay about as large as the rows.
+            return (
+                jax.random.normal(up, shape, jnp.bfloat16) * self.inner**-0.5,
+                jax.random.normal(down, other, jnp.bfloat16) * self.columns**-0.5,
+            )
+
+        uniform = np.full(self.num_groups, 1 / self.num_groups)
+        sizes = [rng.multinomial(self.num_rows, uniform) for _ in range(self._calls)]
+        return (
+            jnp.asarray(rng.standard_normal((self.num_rows, self.inner)), jnp.bfloat16),
+            tuple(matrices(key) for key in keys),
+            tuple(jnp.asarray(one, jnp.int32) for one in sizes),
+        )
+
+    @property
+    def _calls(self) -> int:
+        return calls_for(self.bytes_moved)
+
+    def variants(self) -> dict[str, Variant]:
+        functions: dict[str, Callable[..., jax.Array]] = {
+            name: functools.partial(grouped_matmul, implementation=name)
+            for name in ("triton", "xla")
+        }
+        if self.num_groups * self.num_rows * self.inner <= _LARGEST_RAGGED_DOT:
+            functions["ragged_dot"] = jax.lax.ragged_dot
+        others = self._calls if self.num_rows < _MANY_ROWS else _SLOW_CALLS
+        return {
+            name: Variant(self._call(function), self._calls if name == "triton" else others)
+            for name, function in functions.items()
+        }
+
+    def _call(self, function: Callable[..., jax.Array]) -> Any:
+        multiply = jax.jit(function)
+
+        def call(number: int, rows: jax.Array, matrices: Any, sizes: Any) -> Any:
+            pair = matrices[number // 2 % len(matrices)]
+            out = multiply(rows, pair[number % 2], sizes[number % len(sizes)])
+            return out, out
+
+        return call
+
+    def error(self, variant: str, arguments: tuple[Any, ...], result: Any, passed: Any) -> float:
+        """Relative to the norm of the first call's product in float32."""
+        rows, ((matrices, _), *_), (sizes, *_) = arguments
+        wide = np.asarray(rows, np.float32)
+        groups = np.repeat(np.arange(self.num_groups), np.asarray(sizes))
+        wanted = np.empty((self.num_rows, self.columns), np.float32)
+        for group in np.unique(groups):
+            mine = groups == group
+            wanted[mine] = wide[mine] @ np.asarray(matrices[group], np.float32)
+        found = np.asarray(result, np.float32)
+        return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+# A scaled-down Inkling, and a quarter of Inkling-Small's experts.
 SHAPES = [(64, 1024, 512), (64, 4096, 2048)]
-TOKENS = [1, 9, 64, 576, 4096]
-
-
-def measure(shape: tuple[int, int, int], tokens: int, seed: int) -> dict[str, Any]:
-    """Microseconds of every implementation, the bytes' floor and errors for one size."""
-    num_groups, inner, columns = shape
-    generator = np.random.default_rng(seed)
-    num_rows = tokens * TOP_K
-    rows = jnp.asarray(generator.standard_normal((num_rows, inner)), jnp.bfloat16)
-    key = jax.random.key(seed)
-    matrices = [
-        jax.random.normal(jax.random.fold_in(key, index), shape, jnp.bfloat16) for index in range(2)
-    ]
-    sizes = [
-        jnp.asarray(generator.multinomial(num_rows, np.full(num_groups, 1 / num_groups)), jnp.int32)
-        for _ in range(CALLS)
-    ]
-    calls = tuple((rows, matrices[index % 2], sizes[index]) for index in range(CALLS))
-    wanted = [np.repeat(np.arange(num_groups), np.asarray(size)) for size in sizes]
-    touched = np.mean([len(np.unique(groups)) for groups in wanted])
-    functions: dict[str, Callable[..., jax.Array]] = {
-        name: lambda *call, name=name: grouped_matmul(*call, implementation=name)
-        for name in ("triton", "xla")
-    }
-    functions["ragged_dot"] = jax.lax.ragged_dot
-    found: dict[str, Any] = {"groups": num_groups, "K": inner, "N": columns, "tokens": tokens}
-    exact = _float32(np.asarray(rows), matrices[0], wanted[0])
-    for name, function in functions.items():
-        if name == "ragged_dot" and num_groups * num_rows * inner > 2**32:
-            continue
-        y = np.asarray(function(*calls[0]), np.float32)
-        found[f"{name}_error"] = float(np.linalg.norm(y - exact) / np.linalg.norm(exact))
-        found[f"{name}_us"] = round(1e6 * seconds_per_call(function, *calls), 1)
-    num_bytes = 2 * (touched * inner * columns + num_rows * (inner + columns))
-    found["floor_us"] = round(
-        1e6 * max(num_bytes / 4.3e12, 2 * num_rows * inner * columns / 790e12), 1
-    )
-    return found
-
-
-def _float32(rows: np.ndarray, matrices: jax.Array, groups: np.ndarray) -> np.ndarray:
-    wide = rows.astype(np.float32)
-    y = np.empty((len(rows), matrices.shape[2]), np.float32)
-    for group in np.unique(groups):
-        mine = groups == group
-        y[mine] = wide[mine] @ np.asarray(matrices[group], np.float32)
-    return y
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    print(json.dumps({"device": jax.devices()[0].device_kind, "jax": jax.__version__}))
-    for shape in SHAPES:
-        for tokens in TOKENS:
-            print(json.dumps(measure(shape, tokens, arguments.seed)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+CASES = [
+    GroupedCase(*shape, num_tokens) for shape in SHAPES for num_tokens in (1, 9, 64, 576, 4096)
+]

@@ -1,43 +1,52 @@
-"""Timing of device work: many calls in one program, medians of warm runs."""
+"""Timing of device work: medians of warm runs, and what a copy and a product reach."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-CALLS = 16
+# Dispatching a program costs about 0.1 ms: several follow each other in a run.
+_BACK_TO_BACK = 4
+_MOST_RUNS, _FEWEST_RUNS, _ENOUGH_SECONDS = 20, 5, 1.0
 
 
-def seconds_per_call(function: Callable[..., jax.Array], *inputs: tuple[jax.Array, ...]) -> float:
-    """Median time of one call. Each program makes one call for every entry of `inputs`, over and
-    over to at least `CALLS` calls, each on its own arguments so that nothing stays in a cache
-    that would not in use."""
+@dataclass(frozen=True)
+class Rates:
+    """Bytes (read and written) and floating-point operations per second."""
 
-    def chained(inputs: tuple[tuple[jax.Array, ...], ...]) -> list[jax.Array]:
-        return [function(*inputs[call % len(inputs)]) for call in range(CALLS)]
+    bytes_per_second: float
+    flops_per_second: float
 
-    # Equal calls would be merged, so every call gets arguments of its own.
-    assert len(inputs) == CALLS
-    return seconds(chained, inputs) / CALLS
+
+def median_seconds(run: Callable[[], Any]) -> float:
+    """The median time of `run`, which dispatches a compiled program and returns its outputs."""
+    jax.block_until_ready(run())
+    times: list[float] = []
+    while len(times) < _MOST_RUNS:
+        if len(times) >= _FEWEST_RUNS and sum(times) * _BACK_TO_BACK > _ENOUGH_SECONDS:
+            break
+        start = time.perf_counter()
+        for _ in range(_BACK_TO_BACK):
+            result = run()
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / _BACK_TO_BACK)
+    return statistics.median(times)
 
 
 def seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """Median time of `function` in a program, dispatched four times back to back."""
+    """Median time of `function` in a program of its own."""
     program = jax.jit(function)
-    jax.block_until_ready(program(*arguments))
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(4):
-            result = program(*arguments)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / 4)
-    return statistics.median(times)
+    return median_seconds(lambda: program(*arguments))
+
+
+def measure_rates() -> Rates:
+    return Rates(copy_bandwidth(), matmul_rate())
 
 
 def copy_bandwidth() -> float:
