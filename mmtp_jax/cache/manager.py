@@ -156,19 +156,17 @@ class CacheManager:
         num_pages = -(-max(upto, ahead) // self.page_size)
         if num_pages * self.page_size <= tables.capacity:
             return ()
-        free = [
-            (pool.num_free - (num_pages - len(table.pages)), pool.num_pages // 2)
-            for table, pool in zip(tables.groups, self.pools, strict=True)
-        ]
-        if ahead > upto and any(left < half for left, half in free):
-            return self.reserve(tables, upto)
-        if any(left < 0 for left, _ in free):
-            return None
+        for table, pool in zip(tables.groups, self.pools, strict=True):
+            left = pool.num_free - (num_pages - len(table.pages))
+            if ahead > upto and left < pool.num_pages // 2:
+                return self.reserve(tables, upto)
+            if left < 0:
+                return None
         entries = []
         for table, pool in zip(tables.groups, self.pools, strict=True):
-            new = [(index, pool.allocate()) for index in range(len(table.pages), num_pages)]
-            table.pages.extend([page for _, page in new])
-            entries.append(new)
+            first = len(table.pages)
+            table.pages.extend([pool.allocate() for _ in range(first, num_pages)])
+            entries.append(list(enumerate(table.pages[first:], first)))
         tables.capacity = num_pages * self.page_size
         return entries
 
