@@ -58,7 +58,8 @@ class GroupedCase:
         rng = np.random.default_rng(0)
         shape = (self.num_groups, self.inner, self.columns)
         pair_bytes = 4 * self.num_groups * self.inner * self.columns
-        keys = [jax.random.key(seed) for seed in range(max(1, int(_MATRICES_BYTES / pair_bytes)))]
+        num_pairs = min(self._calls // 2, max(1, int(_MATRICES_BYTES / pair_bytes)))
+        keys = [jax.random.key(seed) for seed in range(num_pairs)]
 
         def matrices(key: jax.Array) -> tuple[jax.Array, jax.Array]:
             up, down = jax.random.split(key)

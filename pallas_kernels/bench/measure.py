@@ -83,10 +83,10 @@ class Failure:
 
 
 def calls_for(bytes_moved: float) -> int:
-    """How many calls of a fast implementation a program makes."""
+    """How many calls of a fast implementation a program makes: an even number."""
     if bytes_moved >= _SMALL:
         return _FEW
-    return min(max(int(_CACHE / max(bytes_moved, 1)), _MANY), _MOST)
+    return min(max(2 * int(_CACHE / max(bytes_moved, 1) / 2), _MANY), _MOST)
 
 
 def measure(kernel: str, cases: Sequence[Case], rates: Rates) -> Iterator[Result | Failure]:
