@@ -96,6 +96,11 @@ class _InFlight:
     logprobs: RowLogprobs | None
 
 
+def unrolls_modules() -> bool:
+    """Whether modules follow each other in a step: on a GPU a scan would be driven by the host."""
+    return jax.default_backend() == "gpu"
+
+
 class EngineCore:
     """Requests in, token deltas out. Not thread-safe: one thread calls it.
 
@@ -175,7 +180,7 @@ class EngineCore:
             self.state,
             sizes,
             width=width,
-            unroll=jax.default_backend() == "gpu",
+            unroll=unrolls_modules(),
             choose_draft=choose_draft,
             progress=progress,
         )

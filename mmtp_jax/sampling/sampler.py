@@ -38,7 +38,7 @@ def sample(
     On a GPU this is one kernel: there a step would pay more for its conditionals than for its
     products. Devices that share the vocabulary run the code below, which XLA can divide.
     """
-    if jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().empty:
+    if uses_kernel():
         return choose_token(
             logits,
             slot,
@@ -50,6 +50,11 @@ def sample(
             history,
         )
     return sample_by_xla(logits, state, slot, index, history)
+
+
+def uses_kernel() -> bool:
+    """Whether tokens are chosen by a kernel: on a GPU, unless devices share the vocabulary."""
+    return jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().empty
 
 
 def sample_by_xla(

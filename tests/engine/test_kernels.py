@@ -1,0 +1,56 @@
+"""The engine on the kernels of a GPU, interpreted: attention, writes, the choice of tokens, and
+modules one after the other instead of a scan. Checked against the oracle like any other engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+from engine.harness import GREEDY, Harness
+from engine.models import chain, hybrid, narrow
+from engine.suite import prompt
+
+import mmtp_jax.engine.core as core
+import mmtp_jax.models.attention as attention
+import mmtp_jax.models.latent_attention as latent_attention
+import mmtp_jax.models.visit as visit
+import mmtp_jax.sampling.sampler as sampler
+from mmtp_jax.sampling.params import SamplingParams
+
+MODELS = {
+    "chain": functools.partial(chain, 2),
+    "windows": functools.partial(narrow, 2),
+    "convolutions": hybrid,
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["chain", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])],
+)
+def engine(request: pytest.FixtureRequest) -> Iterator[Harness]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention, latent_attention, visit):
+            patch.setattr(module, "kernels", lambda: "triton")
+        patch.setattr(sampler, "uses_kernel", lambda: True)
+        patch.setattr(core, "unrolls_modules", lambda: True)
+        yield Harness(MODELS[request.param](), page_size=4)
+
+
+def test_concurrent_requests_chunks_and_rejections(engine: Harness) -> None:
+    engine.reset()
+    engine.chunk = lambda request, limit: min(3, limit)
+    engine.add(prompt(11, 1))
+    engine.add(prompt(5, 2), SamplingParams(temperature=0.0, max_tokens=6))
+    engine.add(prompt(9, 3), GREEDY)
+    engine.run()
+
+
+def test_a_prefix_is_reused(engine: Harness) -> None:
+    engine.reset()
+    engine.chunk = lambda request, limit: limit
+    engine.generate(prompt(14, 4), GREEDY)
+    engine.generate(prompt(14, 4), GREEDY)
+    assert engine.deltas[-1].num_cached_tokens > 0
