@@ -207,7 +207,7 @@ def test_programs_need_no_directory(tmp_path: Path, jax_settings: dict[str, Any]
 
 
 def test_number_of_programs(llm: LLM) -> None:
-    assert llm.core.programs.num_programs == len(llm.core.programs.buckets) + 4 == 5
+    assert llm.core.device.programs.num_programs == len(llm.core.device.programs.buckets) + 4 == 5
 
 
 # --- generate ---

@@ -199,7 +199,7 @@ def test_bfloat16_runs() -> None:
         rounded = value.astype(bfloat16).astype(np.float32)
         np.testing.assert_array_equal(parameters(loaded)[name], rounded, err_msg=name)
     with LLM.from_loaded(loaded) as llm:
-        assert {page.dtype for page in jax.tree.leaves(llm.core.state.pages)} == {bfloat16}
+        assert {page.dtype for page in jax.tree.leaves(llm.core.device.state.pages)} == {bfloat16}
         params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
         (output,) = llm.generate("hello", params)
     assert len(output.token_ids) == 12

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts and of what follows them, against the float64 model, in any company."""
+"""Log-probabilities of prompts and what follows them, against the float64 model, in any company."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_of_one_request_among_others() -> None:
 
 
 def test_nothing_is_computed_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = tiny_llm().core.programs
+    programs = tiny_llm().core.device.programs
     sizes: list[int] = []
 
     def counted(params: object, state: object, num_rows: int, program=programs.logprobs) -> object:
@@ -133,7 +133,8 @@ def test_several_blocks_of_rows_in_one_step() -> None:
     params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2)
     loaded = load_tiny({"num_speculative_tokens": 0}, max_num_batched_tokens=96, row_multiple=32)
     with LLM.from_loaded(loaded) as llm:
-        sizes = [(one.num_rows, one.logit_rows) for one in llm.core.programs.buckets.values()]
+        programs = llm.core.device.programs.buckets.values()
+        sizes = [(one.num_rows, one.logit_rows) for one in programs]
         assert sizes == [(32, 32), (96, 32)]
         for output in llm.generate(prompts, params):
             check(output, 2)

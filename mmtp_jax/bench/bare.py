@@ -42,22 +42,22 @@ def bare_step(batch: FixedBatch, steps: int) -> BareStep:
     """Run one step of the batch, and measure repetitions of it. The batch can go on afterwards:
     the last repetition leaves the state that the step left."""
     core = batch.core
-    programs = core.programs
+    programs = core.device.programs
     recorder = _Recorder(programs)
-    core.programs = cast(Programs, recorder)
+    core.device.programs = cast(Programs, recorder)
     batch.steps(1)
-    core.programs = programs
+    core.device.programs = programs
     step = recorder.step_call
     plan = jax.device_put(step.plan)
     rounds = []
     steps = min(steps, MOST_STEPS)
     for _ in range(ROUNDS):
         copies = [jax.tree.map(jnp.copy, step.requests) for _ in range(steps)]
-        jax.block_until_ready((core.state, copies))
+        jax.block_until_ready((core.device.state, copies))
         begin = time.perf_counter()
         for requests in copies:
-            state = dataclasses.replace(core.state, **requests)
-            core.state, output = step.program(core.params, state, plan)
+            state = dataclasses.replace(core.device.state, **requests)
+            core.device.state, output = step.program(core.device.params, state, plan)
         jax.block_until_ready(output)
         rounds.append(1e3 * (time.perf_counter() - begin) / steps)
     parts = tuple(_part(request) for request in core.scheduler.running)

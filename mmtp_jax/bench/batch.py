@@ -126,7 +126,8 @@ class FixedBatch:
             # Unread steps may have committed up to a window each.
             width = self.core.num_speculative_tokens + 1
             first = [request.length + width * len(request.in_flight) for request in self.running]
-            self.core.state = enter(self.core.state, self.proposals, np.asarray(first))
+            device = self.core.device
+            device.state = enter(device.state, self.proposals, np.asarray(first))
 
     def steps(self, count: int) -> Timing:
         """Run steps in which the whole batch decodes; `ConfigError` if a request ended."""

@@ -187,7 +187,7 @@ def _measure(batch: FixedBatch, mode: Mode, options: LatencyOptions, rates: Rate
             batch.steps(PROFILED_STEPS)
     bare = bare_step(batch, options.steps)
     batch.finish()
-    floor = step_floor(core.graph, core.params, bare.parts, rates)
+    floor = step_floor(core.graph, core.device.params, bare.parts, rates)
     engine_ms = statistics.median(timing.milliseconds)
     if mixed is not None:
         mixed = dataclasses.replace(
@@ -214,7 +214,7 @@ def _measure(batch: FixedBatch, mode: Mode, options: LatencyOptions, rates: Rate
         floor_flops=floor.flops,
         roofline=floor.milliseconds / bare.milliseconds,
         compile_s=batch.compile_seconds,
-        programs=core.programs.num_programs,
+        programs=core.device.programs.num_programs,
         mixed=mixed,
     )
 
@@ -227,7 +227,7 @@ def _measure_mixed(batch: FixedBatch, rates: Rates) -> Mixed:
     timing = batch.steps_with_chunks(LONG_PROMPTS - 1)
     bare = bare_step(batch, len(timing.milliseconds))
     batch.finish()
-    floor: Floor = step_floor(batch.core.graph, batch.core.params, bare.parts, rates)
+    floor: Floor = step_floor(batch.core.graph, batch.core.device.params, bare.parts, rates)
     return Mixed(
         prefill_chunk=batch.prefill_chunk,
         rows=bare.rows,

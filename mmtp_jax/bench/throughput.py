@@ -112,7 +112,7 @@ def throughput(model: ModelOptions, options: ThroughputOptions) -> Throughput:
         prompt_len=options.prompt_len,
         output_len=options.output_len,
         max_num_seqs=options.max_num_seqs,
-        row_counts=tuple(core.programs.buckets),
+        row_counts=tuple(core.device.programs.buckets),
         seconds=seconds,
         output_tokens_per_second=tokens / seconds,
         total_tokens_per_second=(tokens + options.num_prompts * options.prompt_len) / seconds,
@@ -124,7 +124,7 @@ def throughput(model: ModelOptions, options: ThroughputOptions) -> Throughput:
         preemptions=core.scheduler.num_preemptions,
         load_s=loaded_at - begin,
         compile_s=compiled_at - loaded_at,
-        programs=core.programs.num_programs,
+        programs=core.device.programs.num_programs,
         target_parameters=target,
         module_parameters=modules,
     )

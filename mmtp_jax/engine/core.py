@@ -9,28 +9,26 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax
-import numpy as np
 
 from mmtp_jax.cache.manager import CacheManager
 from mmtp_jax.config import EngineConfig, require
 from mmtp_jax.engine.buckets import CPU_SPACING, GPU_SPACING, RESERVED_AHEAD, buckets
 from mmtp_jax.engine.delta import TokenDelta, TokenLogprobs
-from mmtp_jax.engine.grammar import Grammar, fill_masks
+from mmtp_jax.engine.device import Device
+from mmtp_jax.engine.grammar import Grammar
+from mmtp_jax.engine.live import Batch, InFlight, Live
 from mmtp_jax.engine.logprobs import PromptCollector, taken_logprobs
-from mmtp_jax.engine.plan import HostOutput, RowLogprobs, StepOutput, StepPlan
-from mmtp_jax.engine.programs import Programs, Progress, empty_admission
+from mmtp_jax.engine.plan import HostOutput, RowLogprobs, StepOutput
+from mmtp_jax.engine.programs import Progress
 from mmtp_jax.engine.request import FinishReason, Request, ScheduledRequest
 from mmtp_jax.engine.scheduler import (
-    ScheduledAdmission,
     ScheduledStep,
     Scheduler,
     SchedulerConfig,
 )
 from mmtp_jax.engine.sizes import cache_groups
-from mmtp_jax.engine.state import initial_state, state_sharding
 from mmtp_jax.engine.stats import EngineStats
 from mmtp_jax.engine.step import Chooser
 from mmtp_jax.models.model import ModelGraph, Params
@@ -42,63 +40,6 @@ logger = logging.getLogger(__name__)
 
 # Rows per scoring chunk: all their logits of all modules are held at once.
 SCORE_CHUNK = 64
-
-
-@dataclass(slots=True)
-class _Live:
-    """What the core remembers of a request beside its scheduling state."""
-
-    request: Request
-    params: SamplingParams
-    row: np.ndarray
-    bias: np.ndarray | None
-    stop_ids: frozenset[int]
-    collector: Callable[[StepOutput, int], None] | None = None
-    prompt: PromptCollector | None = None
-    grammar: Grammar | None = None
-    drafts: tuple[int, ...] = ()  # with a grammar: what the next step verifies
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether tokens are all that it wants of a step."""
-        return (
-            self.collector is None
-            and self.prompt is None
-            and self.grammar is None
-            and self.params.logprobs is None
-        )
-
-    def wants_logprobs(self, samples: bool) -> bool:
-        """Of a step that samples a token or does not."""
-        return self.prompt is not None or (samples and self.params.logprobs is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """The requests of a step, and the plan that tells the device of them: `plan` lies there, for
-    the next steps of the same program that have the same to say.
-
-    `plain`: nobody wants more than tokens.
-    """
-
-    requests: tuple[ScheduledRequest, ...]
-    live: tuple[_Live, ...]
-    plain: bool
-    plan: StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step that was dispatched and not read."""
-
-    batch: _Batch
-    output: StepOutput
-    logprobs: RowLogprobs | None
-
-
-def unrolls_modules() -> bool:
-    """Whether modules follow each other in a step: on a GPU a scan would be driven by the host."""
-    return jax.default_backend() == "gpu"
 
 
 class EngineCore:
@@ -157,38 +98,21 @@ class EngineCore:
             chunk_policy,
             draft_policy,
         )
-        self.state = initial_state(
-            graph.layout,
-            num_slots=config.max_num_seqs,
-            max_model_len=max_model_len,
-            num_modules=num_modules,
-            num_drafts=model.num_drafts,
-            num_rows=sizes[-1].num_rows,
-            hidden_size=model.hidden_size,
-            vocab_size=model.vocab_size,
-            num_pages=tuple(group.num_pages for group in groups),
-            page_size=config.cache.page_size,
-            dtype=dtype,
-        )
-        if graph.mesh is not None:
-            self.state = jax.device_put(
-                self.state, state_sharding(graph.mesh, graph.layout, self.state)
-            )
-        self.programs = Programs(
+        self.device = Device(
+            config,
             graph,
             params,
-            self.state,
+            groups,
             sizes,
-            width=width,
-            unroll=unrolls_modules(),
+            max_model_len=max_model_len,
             choose_draft=choose_draft,
             progress=progress,
         )
         self.stats = EngineStats(model.num_drafts)
-        self._live: dict[str, _Live] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._live: dict[str, Live] = {}
+        self._in_flight: deque[InFlight] = deque()
         # The latest one of every bucket.
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, Batch] = {}
 
     @property
     def has_work(self) -> bool:
@@ -233,7 +157,7 @@ class EngineCore:
             prompt = PromptCollector(len(prompt_ids), params.prompt_logprobs)
         self.scheduler.add(request)
         stop_ids = params.stop_ids(model.eos_token_ids)
-        self._live[request_id] = _Live(
+        self._live[request_id] = Live(
             request=request,
             params=params,
             row=host_row(params, seed, len(prompt_ids), model.eos_token_ids),
@@ -260,90 +184,41 @@ class EngineCore:
             return self._read(self._in_flight.popleft())
         return []
 
-    def _dispatch(self, scheduled: ScheduledStep) -> _InFlight:
+    def _dispatch(self, scheduled: ScheduledStep) -> InFlight:
         for admission in scheduled.admissions:
-            self._admit(admission)
+            live = self._live[admission.request.request_id]
+            live.drafts = ()
+            self.device.admit(admission, live)
         batch = self._batch(scheduled)
         if not batch.plain:
-            self._upload_masks(batch)
+            self.device.set_masks(batch)
         collect = not batch.plain and any(one.collector is not None for one in batch.live)
-        program = self.programs.step(scheduled.bucket, collect=collect)
-        self.state, output = program(self.params, self.state, batch.plan)
-        output.packed.copy_to_host_async()
+        output = self.device.step(scheduled.bucket, batch.plan, collect=collect)
         self.stats.steps += 1
-        return _InFlight(batch, output, None if batch.plain else self._logprobs(batch))
+        wanted = not batch.plain and any(
+            one.wants_logprobs(row.samples)
+            for row, one in zip(batch.requests, batch.live, strict=True)
+        )
+        num_rows = sum(row.num_rows for row in batch.requests) if wanted else 0
+        return InFlight(batch, output, self.device.logprobs(num_rows) if wanted else None)
 
-    def _batch(self, scheduled: ScheduledStep) -> _Batch:
+    def _batch(self, scheduled: ScheduledStep) -> Batch:
         """The batch of a step, its plan on the device: the bucket's last one if it is the same."""
         last = self._batches.get(scheduled.bucket)
         if last is not None and last.requests == scheduled.requests:
             return last
         live = tuple([self._live[row.request.request_id] for row in scheduled.requests])
-        bucket = self.programs.buckets[scheduled.bucket]
-        plan = StepPlan.pack(bucket, self.config.max_num_seqs, scheduled.requests)
-        batch = _Batch(
+        bucket = self.device.programs.buckets[scheduled.bucket]
+        batch = Batch(
             scheduled.requests,
             live,
             plain=all(one.is_plain for one in live),
-            plan=self.programs.upload(plan),
+            plan=self.device.upload(bucket, scheduled.requests),
         )
         self._batches[scheduled.bucket] = batch
         return batch
 
-    def _logprobs(self, batch: _Batch) -> RowLogprobs | None:
-        """Log-probabilities of the step just dispatched, if some request wants them."""
-        if not any(
-            one.wants_logprobs(row.samples)
-            for row, one in zip(batch.requests, batch.live, strict=True)
-        ):
-            return None
-        num_rows = np.int32(sum(row.num_rows for row in batch.requests))
-        logprobs: RowLogprobs = self.programs.logprobs(self.params, self.state, num_rows)
-        for leaf in jax.tree.leaves(logprobs):
-            leaf.copy_to_host_async()
-        return logprobs
-
-    def _upload_masks(self, batch: _Batch) -> None:
-        """Tell the device what the grammars allow in the rows that this step samples from."""
-        masked = [
-            (row, one.grammar, one.drafts[: row.num_rows - 1])
-            for row, one in zip(batch.requests, batch.live, strict=True)
-            if one.grammar is not None and row.samples
-        ]
-        if not masked:
-            return
-        slots, starts, masks = self.programs.empty_masks(len(masked))
-        for index, (row, _, _) in enumerate(masked):
-            slots[index], starts[index] = row.slot, row.request.length
-        fill_masks(masks, [(grammar, drafts) for _, grammar, drafts in masked])
-        self.state = self.programs.set_masks(self.state, slots, starts, masks)
-
-    def _admit(self, scheduled: ScheduledAdmission) -> None:
-        request, admission = scheduled.request, scheduled.admission
-        live = self._live[request.request_id]
-        arrays = empty_admission(self.state)
-        valid = admission.valid[0]
-        arrays.numbers[:] = (
-            scheduled.slot,
-            request.length,
-            admission.computed,
-            admission.exact,
-            valid,
-            request.limit,
-        )
-        arrays.tokens[: request.length] = request.tokens
-        for table, row in zip(arrays.tables, admission.rows, strict=True):
-            table[: len(row)] = row
-        for copy in admission.copies:
-            arrays.copy_source[copy.group] = copy.source
-            arrays.copy_target[copy.group] = copy.destination
-        arrays.sampling[:] = live.row
-        live.drafts = ()
-        self.state = self.programs.admit(self.state, arrays)
-        if live.bias is not None:
-            self.state = self.programs.set_bias(self.state, np.int32(scheduled.slot), live.bias)
-
-    def _read(self, step: _InFlight) -> list[TokenDelta]:
+    def _read(self, step: InFlight) -> list[TokenDelta]:
         batch = step.batch
         output = step.output.unpack(len(batch.requests))
         logprobs = None if step.logprobs is None else jax.device_get(step.logprobs)
@@ -399,7 +274,7 @@ class EngineCore:
     def _taken(
         self,
         row: ScheduledRequest,
-        live: _Live,
+        live: Live,
         output: HostOutput,
         index: int,
         logprobs: RowLogprobs,

@@ -127,7 +127,7 @@ class EngineDriver:
         finally:
             # The interpreter may end next, and must not while the device runs a step.
             with contextlib.suppress(Exception):
-                jax.block_until_ready(self._core.state)
+                jax.block_until_ready(self._core.device.state)
             self._fail_everything()
             gc.unfreeze()
 

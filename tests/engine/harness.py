@@ -186,7 +186,7 @@ class Harness:
         self.deltas.clear()
 
     def check(self) -> None:
-        state = jax.device_get(self.core.state)
+        state = jax.device_get(self.core.device.state)
         for request in self.core.scheduler.running:
             self._check_request(state, request)
         self._check_published(state)
@@ -269,7 +269,7 @@ class Harness:
                     now = [(array.view(np.int32) ^ 1).view(np.float32) for array in now]
                 seen[group, page] = (key, now)
         self._published = seen
-        self.core.state = self._flip(self.core.state, tuple(fresh))
+        self.core.device.state = self._flip(self.core.device.state, tuple(fresh))
 
     def poison(self) -> None:
         """Fill all free pages with NaN (in device order, after the steps in flight)."""
@@ -283,7 +283,7 @@ class Harness:
                     ]
                 )
             )
-        self.core.state = self._poison(self.core.state, tuple(free))
+        self.core.device.state = self._poison(self.core.device.state, tuple(free))
 
     def _scripted_draft(self, logits, sampling, slot, index, history):
         """Drafts from the scripts, if there is one; also checks the modules' logits."""

@@ -12,7 +12,7 @@ from engine.harness import GREEDY, Harness
 from engine.models import chain, hybrid, narrow
 from engine.suite import prompt
 
-import mmtp_jax.engine.core as core
+import mmtp_jax.engine.device as device
 import mmtp_jax.models.attention as attention
 import mmtp_jax.models.latent_attention as latent_attention
 import mmtp_jax.models.visit as visit
@@ -35,7 +35,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Harness]:
         for module in (attention, latent_attention, visit):
             patch.setattr(module, "kernels", lambda: "triton")
         patch.setattr(sampler, "uses_kernel", lambda: True)
-        patch.setattr(core, "unrolls_modules", lambda: True)
+        patch.setattr(device, "unrolls_modules", lambda: True)
         yield Harness(MODELS[request.param](), page_size=4)
 
 

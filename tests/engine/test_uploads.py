@@ -19,14 +19,14 @@ def engine() -> Harness:
 def uploads(engine: Harness, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """The plans that are put on the device from now on."""
     made: list[StepPlan] = []
-    upload = engine.core.programs.upload
+    upload = engine.core.device.programs.upload
 
     def counted(plan: StepPlan) -> StepPlan:
         made.append(plan)
         return upload(plan)
 
     engine.reset()
-    monkeypatch.setattr(engine.core.programs, "upload", counted)
+    monkeypatch.setattr(engine.core.device.programs, "upload", counted)
     return made
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.ragged_paged_attention import triton
 from pallas_kernels.ragged_paged_attention.config import Config
 
 ROWS, POSITIONS, EXTENT = 48, 640, 24
-# 63 keys are one less than whole blocks; 341 and 365 are whole blocks and one key below the windows.
+# 63 keys are one less than whole blocks; 341 and 365 are whole blocks and one key below windows.
 BATCHES = {
     "decode": ((1, 1), (1, 63), (1, 600), (1, 341), (1, 365)),
     "windows": ((9, 600), (5, 5), (9, 365), (3, 33), (9, 341)),

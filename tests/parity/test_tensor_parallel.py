@@ -21,9 +21,9 @@ llm = LLM(directory, dtype="float32", progress=False, max_num_seqs=2, max_num_ba
           row_multiple=32, page_size=4, num_pages=65, tensor_parallel_size=2)
 params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 (output,) = llm.generate([prompt], params)
-split = [not value.sharding.is_fully_replicated for value in llm.core.params]
+split = [not value.sharding.is_fully_replicated for value in llm.core.device.params]
 pages = [not array.sharding.is_fully_replicated
-         for group in llm.core.state.pages for array in group.values()]
+         for group in llm.core.device.state.pages for array in group.values()]
 print(json.dumps([list(output.outputs[0].token_ids), any(split), any(pages)]))
 llm.close()
 """
