@@ -143,8 +143,7 @@ def missing() -> str | None:
 
 @cache
 def _sharding() -> SingleDeviceSharding:
-    """On the one device of a machine with an H200 that `h200.txtpb` describes (printed by XLA on
-    one)."""
+    """On the one device of a machine that `h200.txtpb` describes (XLA's `GpuTargetConfigProto`)."""
     described = (Path(__file__).parent / "h200.txtpb").read_text()
     machine = topologies.get_topology_desc(
         DEVICE_KIND, "cuda", target_config=described, topology="1x1x1"
