@@ -120,12 +120,12 @@ class Report:
         _, _, main = self.hlo.partition("\nENTRY ")
         for line in main.splitlines():
             name, _, made = line.partition(" = ")
-            if not made.startswith((shape, f"({shape}")):
-                continue
             operation = re.search(r" ([a-z-]+)\(", made)
+            if operation is None or shape not in made[: operation.start()]:
+                continue
             # A fusion is named after what it does; these write some rows.
             in_place = "scatter" in name or "dynamic_update_slice" in name
-            if operation is not None and operation[1] in _WRITING and not in_place:
+            if operation[1] in _WRITING and not in_place:
                 found.append(name.strip())
         return found
 
