@@ -44,30 +44,33 @@ def bare_step(batch: FixedBatch, steps: int) -> BareStep:
     core = batch.core
     programs = core.device.programs
     recorder = _Recorder(programs)
-    core.device.programs = cast(Programs, recorder)
+    device = core.device
+    device.programs = cast(Programs, recorder)
     batch.steps(1)
-    core.device.programs = programs
+    state = device.state  # once the step was called
+    device.programs = programs
     step = recorder.step_call
     plan = jax.device_put(step.plan)
     rounds = []
     steps = min(steps, MOST_STEPS)
     for _ in range(ROUNDS):
         copies = [jax.tree.map(jnp.copy, step.requests) for _ in range(steps)]
-        jax.block_until_ready((core.device.state, copies))
+        jax.block_until_ready((state, copies))
         begin = time.perf_counter()
         for requests in copies:
-            state = dataclasses.replace(core.device.state, **requests)
-            core.device.state, output = step.program(core.device.params, state, plan)
+            state = dataclasses.replace(state, **requests)
+            state, output = step.program(device.params, state, plan)
         jax.block_until_ready(output)
         rounds.append(1e3 * (time.perf_counter() - begin) / steps)
+    device.state = state
     parts = tuple(_part(request) for request in core.scheduler.running)
     return BareStep(statistics.median(rounds), step.num_rows, parts)
 
 
 def _part(request: Request) -> Part:
-    """A request's part of the step in flight; all before it were read."""
-    (step,) = request.in_flight
-    context = request.length + step.num_rows - 1 if step.samples else request.max_computed
+    """A request's part of the newest step in flight."""
+    step = request.in_flight[-1]
+    context = request.min_length + step.num_rows - 2 if step.samples else request.max_computed
     return Part(context, step.num_rows, step.samples)
 
 

@@ -1,11 +1,14 @@
 """Everything the engine does on the device: its state, and the programs that change it.
 
-Calls run on the device in the order they were made; none waits for it.
+A thread of its own calls the programs, one after the other: a call keeps the host busy for about as
+long as a small model's step keeps an H200 (SmolLM2, one request: 0.7 of 0.8 ms), mostly outside of
+the interpreter, and the engine's loop has requests to look after meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -19,7 +22,7 @@ from mmtp_jax.engine.plan import RowLogprobs, StepOutput, StepPlan
 from mmtp_jax.engine.programs import Programs, Progress, empty_admission
 from mmtp_jax.engine.request import ScheduledRequest
 from mmtp_jax.engine.scheduler import ScheduledAdmission
-from mmtp_jax.engine.state import initial_state, state_sharding
+from mmtp_jax.engine.state import EngineState, initial_state, state_sharding
 from mmtp_jax.engine.step import Chooser
 from mmtp_jax.models.model import ModelGraph, Params
 
@@ -30,7 +33,7 @@ def unrolls_modules() -> bool:
 
 
 class Device:
-    """Owns the state; `programs` are compiled here."""
+    """Owns the state. Methods return at once; what they ask for is done in their order."""
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class Device:
     ) -> None:
         model = graph.config
         self.params = params
-        self.state = initial_state(
+        state = initial_state(
             graph.layout,
             num_slots=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -60,13 +63,15 @@ class Device:
             dtype=graph.dtype(params),
         )
         if graph.mesh is not None:
-            self.state = jax.device_put(
-                self.state, state_sharding(graph.mesh, graph.layout, self.state)
-            )
+            state = jax.device_put(state, state_sharding(graph.mesh, graph.layout, state))
+        self._state = state
+        self._shapes = jax.eval_shape(lambda: state)
+        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmtp-device")
         self.programs = Programs(
             graph,
             params,
-            self.state,
+            state,
             sizes,
             width=model.num_drafts + 1,
             unroll=unrolls_modules(),
@@ -74,10 +79,35 @@ class Device:
             progress=progress,
         )
 
+    @property
+    def state(self) -> EngineState:
+        """What the calls made so far leave."""
+        return self._call(lambda state: (state, state)).result()
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._call(lambda _: (state, None))
+
+    def _call[T](self, function: Callable[[EngineState], tuple[EngineState, T]]) -> Future[T]:
+        """Let the thread call `function(state) -> (state, result)`. After a failure, which leaves
+        no state, every call fails in the same way."""
+
+        def call() -> T:
+            if self._error is not None:
+                raise self._error
+            try:
+                self._state, result = function(self._state)
+            except BaseException as error:
+                self._error = error
+                raise
+            return result
+
+        return self._thread.submit(call)
+
     def admit(self, scheduled: ScheduledAdmission, live: Live) -> None:
         """Put a request into its slot."""
         request, admission = scheduled.request, scheduled.admission
-        arrays = empty_admission(self.state)
+        arrays = empty_admission(self._shapes)
         valid = admission.valid[0]
         arrays.numbers[:] = (
             scheduled.slot,
@@ -94,13 +124,19 @@ class Device:
             arrays.copy_source[copy.group] = copy.source
             arrays.copy_target[copy.group] = copy.destination
         arrays.sampling[:] = live.row
-        self.state = self.programs.admit(self.state, arrays)
-        if live.bias is not None:
-            self.state = self.programs.set_bias(self.state, np.int32(scheduled.slot), live.bias)
+        slot, bias = np.int32(scheduled.slot), live.bias
+
+        def admit(state: EngineState) -> tuple[EngineState, None]:
+            state = self.programs.admit(state, arrays)
+            if bias is not None:
+                state = self.programs.set_bias(state, slot, bias)
+            return state, None
+
+        self._call(admit)
 
     def upload(self, bucket: Bucket, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
         """The plan of a step, on the device."""
-        plan = StepPlan.pack(bucket, self.state.num_slots, scheduled)
+        plan = StepPlan.pack(bucket, self._shapes.num_slots, scheduled)
         return self.programs.upload(plan)
 
     def set_masks(self, batch: Batch) -> None:
@@ -116,20 +152,26 @@ class Device:
         for index, (row, _, _) in enumerate(masked):
             slots[index], starts[index] = row.slot, row.request.length
         fill_masks(masks, [(grammar, drafts) for _, grammar, drafts in masked])
-        self.state = self.programs.set_masks(self.state, slots, starts, masks)
+        self._call(lambda state: (self.programs.set_masks(state, slots, starts, masks), None))
 
-    def step(self, num_rows: int, plan: StepPlan, *, collect: bool = False) -> StepOutput:
+    def step(self, num_rows: int, plan: StepPlan, *, collect: bool = False) -> Future[StepOutput]:
         """Run a step, and begin to copy what it answers."""
-        program = self.programs.step(num_rows, collect=collect)
-        output: StepOutput
-        self.state, output = program(self.params, self.state, plan)
-        output.packed.copy_to_host_async()
-        return output
 
-    def logprobs(self, num_rows: int) -> RowLogprobs:
+        def step(state: EngineState) -> tuple[EngineState, StepOutput]:
+            program = self.programs.step(num_rows, collect=collect)
+            state, output = program(self.params, state, plan)
+            output.packed.copy_to_host_async()
+            return state, output
+
+        return self._call(step)
+
+    def logprobs(self, num_rows: int) -> Future[RowLogprobs]:
         """The log-probabilities of the first rows of the latest step, which begin to be copied."""
-        logprobs: RowLogprobs
-        logprobs = self.programs.logprobs(self.params, self.state, np.int32(num_rows))
-        for leaf in jax.tree.leaves(logprobs):
-            leaf.copy_to_host_async()
-        return logprobs
+
+        def compute(state: EngineState) -> tuple[EngineState, RowLogprobs]:
+            logprobs = self.programs.logprobs(self.params, state, np.int32(num_rows))
+            for leaf in jax.tree.leaves(logprobs):
+                leaf.copy_to_host_async()
+            return state, logprobs
+
+        return self._call(compute)

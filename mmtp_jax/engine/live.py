@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,5 +63,5 @@ class InFlight:
     """A step that was dispatched and not read."""
 
     batch: Batch
-    output: StepOutput
-    logprobs: RowLogprobs | None
+    output: Future[StepOutput]
+    logprobs: Future[RowLogprobs] | None

@@ -1,5 +1,6 @@
-"""The engine on the kernels of a GPU, interpreted: attention, writes, the choice of tokens, and
-modules one after the other instead of a scan. Checked against the oracle like any other engine.
+"""The engine as on a GPU: interpreted kernels for attention, writes and the choice of tokens,
+modules one after the other instead of a scan, two steps dispatched ahead. Checked against the
+oracle like any other engine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from engine.harness import GREEDY, Harness
 from engine.models import chain, hybrid, narrow
 from engine.suite import prompt
 
+import mmtp_jax.engine.core as core
 import mmtp_jax.engine.device as device
 import mmtp_jax.models.attention as attention
 import mmtp_jax.models.latent_attention as latent_attention
@@ -35,6 +37,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Harness]:
         for module in (attention, latent_attention, visit):
             patch.setattr(module, "kernels", lambda: "triton")
         patch.setattr(sampler, "uses_kernel", lambda: True)
+        patch.setattr(core, "steps_ahead", lambda: 2)
         patch.setattr(device, "unrolls_modules", lambda: True)
         yield Harness(MODELS[request.param](), page_size=4)
 
