@@ -30,9 +30,11 @@ class Config:
     num_stages: int
 
 
-def config_for(num_rows: int, num_groups: int) -> Config:
+def config_for(num_rows: int, num_groups: int, itemsize: int = 2) -> Config:
     """A block has about as many rows as a group on average, but at least 16, the fewest that a
-    matrix unit takes."""
+    matrix unit takes. Exact products of float32 need none, and registers for all they multiply."""
+    if itemsize > 2:
+        return Config(16, 64, 32, num_warps=8, num_stages=2)
     mean = -(-num_rows // num_groups)
     if mean > 64:
         return Config(128, 128, 64, num_warps=8, num_stages=3)
@@ -90,7 +92,8 @@ def grouped_matmul(
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`. Interpreted on a CPU."""
     num_rows, num_groups, columns = rows.shape[0], *matrices.shape[::2]
-    config = config_for(num_rows, num_groups) if config is None else config
+    if config is None:
+        config = config_for(num_rows, num_groups, rows.dtype.itemsize)
     block_m = config.block_m
     blocks = (sizes + block_m - 1) // block_m  # of each group
     last_block, last_row = jnp.cumsum(blocks), jnp.cumsum(sizes)

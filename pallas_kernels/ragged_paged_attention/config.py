@@ -65,11 +65,12 @@ def choose_config(
     itemsize: int,
     window: int | None,
     positions: int,
+    relative: bool = False,
 ) -> Config:
     """What `TUNED` has for a call on a kind of device, or else `config_for`."""
     rows = -(-num_tokens // num_requests)
     key = Key(device, itemsize, key_dim, num_kv_heads, group, num_requests, rows)
-    if window is None and key in TUNED:
+    if window is None and not relative and key in TUNED:
         return TUNED[key]
     return config_for(
         num_tokens=num_tokens,
@@ -80,15 +81,17 @@ def choose_config(
         itemsize=itemsize,
         window=window,
         positions=positions,
+        relative=relative,
     )
 
 
 # Programs that an H200's 132 multiprocessors run at once, two on each.
 _PROGRAMS = 264
 _MOST_SPLITS = 32
-# Parts, and numbers of a part, that the last program of a tile can add up at little cost.
+# The last program of a tile can add up few parts at little cost, and numbers of each as few as its
+# registers hold.
 _FEW_PARTS = 4
-_SMALL_PART = 8192
+_LARGE_PART = 8192
 
 
 def config_for(
@@ -101,9 +104,10 @@ def config_for(
     itemsize: int,
     window: int | None,
     positions: int,
+    relative: bool = False,
 ) -> Config:
     """Tiles as large as a request's share of the rows, and as many parts as occupy the device.
-    `positions` is the longest context.
+    `positions` is the longest context, `relative` says that scores have a bias by distance.
 
     Blocks and stages are what was best on an H200 (`python -m pallas_kernels.bench attention`). A
     load whose address is loaded, as every key's is, is only fetched (stages - 1) // 2 blocks ahead:
@@ -125,13 +129,15 @@ def config_for(
     elif block_m == 128:
         block_k, num_warps, num_stages = 64, 8, 3
     elif key_dim <= 64:
-        block_k, num_stages = (256, 2) if programs <= _PROGRAMS else (128, 5)
+        block_k, num_stages = (256, 2) if programs <= _PROGRAMS and block_m < 64 else (128, 5)
         num_warps = 4
     elif block_m == 16 or (splits == 1 and programs <= _PROGRAMS):
         block_k, num_warps, num_stages = 128, 4 if block_m == 16 else 8, 5
     else:
         # Keys in two pieces, 64 + 16 for 80, need more registers.
         block_k, num_warps, num_stages = 64, 4 if key_dim == 128 else 8, 5
+    if relative:  # which takes registers
+        num_warps = 8
     return Config(
         block_m,
         block_k,
@@ -139,7 +145,7 @@ def config_for(
         num_warps,
         num_stages,
         edges_apart=block_m == 128,
-        combines_apart=splits > _FEW_PARTS or block_m * power_of_two(key_dim) > _SMALL_PART,
+        combines_apart=splits > _FEW_PARTS or block_m * power_of_two(key_dim) >= _LARGE_PART,
     )
 
 

@@ -224,6 +224,7 @@ def ragged_paged_attention(
             itemsize=k_pages.dtype.itemsize,
             window=window,
             positions=page_table.shape[1] * page,
+            relative=rel_rows is not None,
         )
     by_distance = None
     if rel_rows is not None and rel_table is not None:
