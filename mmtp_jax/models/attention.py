@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +13,7 @@ from mmtp_jax.cache.pages import Pages
 from mmtp_jax.models.conv import ShortConv
 from mmtp_jax.models.parts import FusedLinear, Joined, Linear, RMSNorm, parameter
 from mmtp_jax.models.rotary import rotary_angles, rotate
-from mmtp_jax.models.sharding import kernels
+from mmtp_jax.models.sharding import by_heads
 from mmtp_jax.models.visit import Visit, replaced
 from mmtp_jax.specs import AttentionSpec, LogScaling, ModelConfig, RelativeBias
 from pallas_kernels.kv_write import Rotation, rotate_and_write
@@ -80,20 +82,30 @@ class Attention(nnx.Module):
             if relative is not None:
                 relative = (relative.astype(jnp.float32) * factor).astype(relative.dtype)
         group, layer = visit.place.attention
-        mixed = ragged_paged_attention(
+
+        def attend(*arrays: Any) -> Float[Array, "T Hq Dv"]:
+            *arguments, sinks, rel_rows, rel_table = arrays
+            return ragged_paged_attention(
+                *arguments,
+                scale=spec.logit_scale,
+                window=spec.window,
+                sinks=sinks,
+                rel_rows=rel_rows,
+                rel_table=rel_table,
+            )
+
+        axes = (1, 3, 3, None, None, None, None, 0, 1, None)
+        mixed = by_heads(attend, spec.num_kv_heads, axes, 1)(
             q,
             pages[group]["k"],
             pages[group]["v"],
-            layer + visit.depth,
+            jnp.int32(layer + visit.depth),
             rows.tables[group],
             rows.cu_q_lens,
             rows.kv_lens,
-            scale=spec.logit_scale,
-            window=spec.window,
-            sinks=None if self.sinks is None else self.sinks[...],
-            rel_rows=relative,
-            rel_table=None if self.relative is None else self.relative.table[...],
-            implementation=kernels(),
+            None if self.sinks is None else self.sinks[...],
+            relative,
+            None if self.relative is None else self.relative.table[...],
         )
         if self.gate is not None:
             mixed *= jax.nn.sigmoid(self.gate(x))[:, :, None]
@@ -105,21 +117,25 @@ class Attention(nnx.Module):
         """Queries, and the pages with new keys and values: one kernel on a GPU."""
         spec, (group, layer) = self.spec, visit.place.attention
         assert spec.rope is not None
-        norms = {}
-        rotation = Rotation(value_scale=spec.value_scale)
+        rotation, q_scale, k_scale = Rotation(value_scale=spec.value_scale), None, None
         if self.q_norm is not None and self.k_norm is not None:
-            norms = {"q_scale": self.q_norm.scale[...], "k_scale": self.k_norm.scale[...]}
+            q_scale, k_scale = self.q_norm.scale[...], self.k_norm.scale[...]
             rotation = Rotation(self.q_norm.eps, self.q_norm.one_plus, spec.value_scale)
-        q, k, v = rotate_and_write(
+
+        def write(*arrays: Any) -> tuple[Array, Array, Array]:
+            *arguments, q_scale, k_scale = arrays
+            return rotate_and_write(*arguments, rotation=rotation, q_scale=q_scale, k_scale=k_scale)
+
+        axes = (1, 3, 3, None, None, None, None, None, None)
+        q, k, v = by_heads(write, spec.num_kv_heads, axes, (1, 3, 3))(
             self.qkv(x),
             pages[group]["k"],
             pages[group]["v"],
-            layer + visit.depth,
+            jnp.int32(layer + visit.depth),
             visit.slots(pages, group),
             *rotary_angles(visit.rows.position, spec.rope),
-            rotation=rotation,
-            implementation=kernels(),
-            **norms,
+            q_scale,
+            k_scale,
         )
         return q, replaced(pages, group, {"k": k, "v": v})
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from mmtp_jax.cache.pages import Pages
 from mmtp_jax.models.parts import Linear, RMSNorm, parameter
 from mmtp_jax.models.rotary import rotate
-from mmtp_jax.models.sharding import kernels
+from mmtp_jax.models.sharding import by_heads
 from mmtp_jax.models.visit import Visit
 from mmtp_jax.specs import LatentAttentionSpec, ModelConfig
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
@@ -58,18 +58,21 @@ class LatentAttention(nnx.Module):
         absorbed = jnp.einsum("thn,rhn->thr", q[..., : spec.nope_dim], up[..., : spec.nope_dim])
         entry = jnp.concatenate([latent, key], axis=-1)[:, None]
         arrays, layer, pages = visit.store(pages, visit.place.attention, {"k": entry})
-        mixed = ragged_paged_attention(
+        group = visit.place.attention[0]
+
+        def attend(q: Array, k_pages: Array, *rest: Array) -> Float[Array, "T Hq Dv"]:
+            return ragged_paged_attention(
+                q, k_pages, None, *rest, scale=spec.scale, window=spec.window, value_dim=rank
+            )
+
+        # All heads read the same latents.
+        mixed = by_heads(attend, spec.num_heads, (1, None, None, None, None, None), 1)(
             jnp.concatenate([absorbed, turned], axis=-1),
             arrays["k"],
-            None,
-            layer,
-            rows.tables[visit.place.attention[0]],
+            jnp.int32(layer),
+            rows.tables[group],
             rows.cu_q_lens,
             rows.kv_lens,
-            scale=spec.scale,
-            window=spec.window,
-            value_dim=rank,
-            implementation=kernels(),
         )
         values = jnp.einsum("thr,rhv->thv", mixed, up[..., spec.nope_dim :])
         return self.o(values.reshape(x.shape[0], -1)), pages

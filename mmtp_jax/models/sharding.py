@@ -4,10 +4,14 @@ Heads, experts, the MLP's inner dimension and the vocabulary are split; everythi
 The projections to queries, keys and values are one array: it is split by key heads, each with its
 query heads, and copied where the devices cannot share the key heads evenly.
 
-XLA's partitioner inserts the collectives, except for experts, which run under `shard_map`.
+XLA's partitioner inserts the collectives, except for experts and attention's kernels, which run
+under `shard_map`: every device has a share of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,9 +43,39 @@ def current_mesh() -> AbstractMesh | None:
 
 
 def kernels() -> str | None:
-    """The implementation of kernels to ask for: the best there is on one device; over a mesh that
-    which XLA's partitioner can divide."""
+    """The implementation to ask for of a kernel that runs outside of `by_heads`: the best there is
+    on one device; over a mesh that which XLA's partitioner can divide."""
     return None if current_mesh() is None else "xla"
+
+
+def by_heads(
+    function: Callable[..., Any],
+    num_heads: int,
+    inputs: tuple[int | None, ...],
+    outputs: int | tuple[int | None, ...],
+) -> Callable[..., Any]:
+    """`function` as every device calls it for its share of the heads.
+
+    `inputs` and `outputs` name the axis of each argument and result that goes along the heads
+    (None: everybody has all of it; arguments may be None, too). On one device, and where the
+    devices cannot share the heads evenly, that is `function` of everything.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return function
+    axis_name = TENSOR_AXIS if num_heads % mesh.size == 0 else None
+
+    def spec(axis: int | None) -> PartitionSpec:
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, axis_name)
+
+    results = spec(outputs) if isinstance(outputs, int) else tuple(map(spec, outputs))
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=tuple(map(spec, inputs)),
+        out_specs=results,
+        check_vma=False,
+    )
 
 
 def cache_sharding(mesh: Mesh, layout: CacheLayout) -> tuple[dict[str, NamedSharding], ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+import jax
 import pytest
 from engine.harness import GREEDY, Harness
 from engine.models import chain, hybrid, narrow
@@ -26,6 +27,10 @@ MODELS = {
     "windows": functools.partial(narrow, 2),
     "convolutions": hybrid,
 }
+INTERPRETED = {
+    attention: ("ragged_paged_attention", "rotate_and_write"),
+    latent_attention: ("ragged_paged_attention",),
+}
 
 
 @pytest.fixture(
@@ -34,12 +39,17 @@ MODELS = {
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Harness]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attention, latent_attention, visit):
-            patch.setattr(module, "kernels", lambda: "triton")
+        for module, names in INTERPRETED.items():
+            for name in names:
+                kernel = functools.partial(getattr(module, name), implementation="triton")
+                patch.setattr(module, name, kernel)
+        patch.setattr(visit, "kernels", lambda: "triton")
         patch.setattr(sampler, "uses_kernel", lambda: True)
         patch.setattr(core, "steps_ahead", lambda: 2)
         patch.setattr(device, "unrolls_modules", lambda: True)
+        jax.clear_caches()  # layers were traced with other implementations, and will be
         yield Harness(MODELS[request.param](), page_size=4)
+    jax.clear_caches()
 
 
 def test_concurrent_requests_chunks_and_rejections(engine: Harness) -> None:
