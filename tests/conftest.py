@@ -57,8 +57,30 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
+# A worker that began one of these last would keep the others waiting for a minute or two.
+LONGEST = (
+    "parity/test_parity.py",
+    "e2e/test_smollm2.py",
+    "engine/test_exactness.py",
+    "engine/test_families.py",
+    "server/test_lifecycle.py",
+    "bench/test_command.py",
+    "server/test_stress.py",
+    "test_llm.py",
+    "test_structured.py",
+)
+
+
+def _rank(item: pytest.Item) -> int:
+    """Where a test's file stands among the longest; after them if it is none of them."""
+    path = item.path.as_posix()
+    ranks = [rank for rank, name in enumerate(LONGEST) if path.endswith("tests/" + name)]
+    return ranks[0] if ranks else len(LONGEST)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` unless a CUDA device is in use."""
+    """Begin with the longest files; skip tests marked `gpu` unless a CUDA device is in use."""
+    items.sort(key=_rank)
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if marked and not _has_cuda_device():
         skip = pytest.mark.skip(reason="needs a CUDA device and MMTP_TEST_GPU=1")
