@@ -53,6 +53,13 @@ def scaled_exp2(x: Array, factor: float, shift: Array) -> Array:
     return y
 
 
+def barrier() -> None:
+    """Wait for all threads of this program: what it wrote before is read after. The interpreter
+    needs none."""
+    if not interpreted():
+        triton.debug_barrier()
+
+
 def take_ticket(ref: Any, index: tuple[Array, ...]) -> Array:
     """Increment a counter that all programs of a kernel share; its value before.
 
@@ -64,12 +71,5 @@ def take_ticket(ref: Any, index: tuple[Array, ...]) -> Array:
         ticket = ref[index]
         ref[index] = ticket + 1
         return ticket
-    triton.debug_barrier()  # the increment is done by one thread, after the writes of all
+    barrier()  # the increment is done by one thread, after the writes of all
     return triton.atomic_add(ref, index, 1)
-
-
-def barrier() -> None:
-    """Wait for all threads of this program: what it wrote before is read after. The interpreter
-    needs none."""
-    if not interpreted():
-        triton.debug_barrier()

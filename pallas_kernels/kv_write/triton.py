@@ -19,10 +19,6 @@ _ROWS = 16  # of a program
 _COLUMNS = 512
 
 
-def _power_of_two(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
 def _as_array(layer: int | Array) -> Array:
     return jnp.asarray(layer, jnp.int32).reshape(1)
 
@@ -36,7 +32,7 @@ def kv_write(
     """See `api.kv_write`. Interpreted on a CPU."""
     names, num_rows = list(rows), slots.shape[0]
     widest = max(row.size // num_rows for row in rows.values())
-    columns = min(_power_of_two(widest), _COLUMNS)
+    columns = min(pl.next_power_of_2(widest), _COLUMNS)
 
     def kernel(*refs: Any) -> None:
         slots_ref, layer_ref, *rest = refs
@@ -87,9 +83,9 @@ def rotate_and_write(
     group = (qkv.shape[2] - value_dim) // dim - 1
     lanes = group + 2  # heads of a token: queries, the key, the value
     # What is rotated as two halves, and the rest: (first entry, padded length, end).
-    parts = [(0, _power_of_two(half), half), (half, _power_of_two(half), 2 * half)]
+    parts = [(0, pl.next_power_of_2(half), half), (half, pl.next_power_of_2(half), 2 * half)]
     if 2 * half < dim:
-        parts.append((2 * half, _power_of_two(dim - 2 * half), dim))
+        parts.append((2 * half, pl.next_power_of_2(dim - 2 * half), dim))
     scales = [] if q_scale is None or k_scale is None else [q_scale, k_scale]
 
     def kernel(*refs: Any) -> None:

@@ -9,10 +9,10 @@ visible key lies in may hold anything, NaN included.
 from __future__ import annotations
 
 import jax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels.ragged_paged_attention import reference, triton, xla
-from pallas_kernels.ragged_paged_attention.config import power_of_two
 
 IMPLEMENTATIONS = {
     "triton": triton.ragged_paged_attention,
@@ -54,7 +54,7 @@ def ragged_paged_attention(
     """
     if implementation is None:
         page = k_pages.shape[2]
-        fits = page == power_of_two(page)
+        fits = page == pl.next_power_of_2(page)
         implementation = "triton" if fits and jax.default_backend() == "gpu" else "xla"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(

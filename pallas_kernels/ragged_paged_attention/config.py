@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jax.experimental import pallas as pl
+
 
 @dataclass(frozen=True)
 class Config:
@@ -47,11 +49,6 @@ TUNED: dict[Key, Config] = {
     # 278.9 us for 2048 keys, window of 4 drafts
     Key("NVIDIA H200", 2, 128, 8, 4, 128, 5): Config(32, 128, 1, 4, 2),
 }
-
-
-def power_of_two(value: int) -> int:
-    """The smallest power of two that is not below `value`."""
-    return 1 << max(value - 1, 0).bit_length()
 
 
 def choose_config(
@@ -115,7 +112,7 @@ def config_for(
     """
     rows = -(-num_tokens // num_requests) * group
     largest = 128 if key_dim <= 128 else 64 if key_dim <= 256 else 32
-    block_m = min(max(power_of_two(rows), 16), largest)
+    block_m = min(max(pl.next_power_of_2(rows), 16), largest)
     programs = max(num_tokens * group // block_m, num_requests) * num_kv_heads
     span = positions if window is None else min(positions, window + num_tokens)
     splits = _splits(programs, span)
@@ -145,11 +142,13 @@ def config_for(
         num_warps,
         num_stages,
         edges_apart=block_m == 128,
-        combines_apart=splits > _FEW_PARTS or block_m * power_of_two(key_dim) >= _LARGE_PART,
+        combines_apart=splits > _FEW_PARTS or block_m * pl.next_power_of_2(key_dim) >= _LARGE_PART,
     )
 
 
 def _splits(programs: int, span: int) -> int:
     """Parts of the keys, a power of two: none where half of the device has work anyway."""
     wanted = 1 if 2 * programs > _PROGRAMS - 16 else _PROGRAMS // programs
-    return min(power_of_two(wanted + 1) // 2, power_of_two(max(span // 256, 1)), _MOST_SPLITS)
+    return min(
+        pl.next_power_of_2(wanted + 1) // 2, pl.next_power_of_2(max(span // 256, 1)), _MOST_SPLITS
+    )

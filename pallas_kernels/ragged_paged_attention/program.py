@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels._compat import load, store
-from pallas_kernels.ragged_paged_attention.config import Config, power_of_two
+from pallas_kernels.ragged_paged_attention.config import Config
 from pallas_kernels.ragged_paged_attention.tiles import Column
 
 # Below every score; finite, since -inf - -inf is not a number.
@@ -48,17 +48,17 @@ class Task:
     @property
     def value_span(self) -> int:
         """The values' size, padded."""
-        return max(power_of_two(self.value_dim), 16)
+        return max(pl.next_power_of_2(self.value_dim), 16)
 
 
 def spans(size: int) -> list[tuple[int, int]]:
     """`size` entries as blocks (first, padded length) of powers of two, 16 or more: 192 is 128 and
     64, so that little is computed for nothing."""
-    whole = power_of_two(size + 1) // 2
+    whole = pl.next_power_of_2(size + 1) // 2
     rest = size - whole
-    if whole < 16 or rest == 0 or power_of_two(rest) == whole:
-        return [(0, max(power_of_two(size), 16))]
-    return [(0, whole), (whole, max(power_of_two(rest), 16))]
+    if whole < 16 or rest == 0 or pl.next_power_of_2(rest) == whole:
+        return [(0, max(pl.next_power_of_2(size), 16))]
+    return [(0, whole), (whole, max(pl.next_power_of_2(rest), 16))]
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,10 @@ class Sums:
             where = self.stats_ref.at[*self.place, part[:, None], kind, self.row[None, :]]
             return load(where, mask=exists, other=other)
 
-        top = jnp.max(load_stat(jnp.arange(power_of_two(parts)), 0, LOWEST), axis=0)
+        top = jnp.max(load_stat(jnp.arange(pl.next_power_of_2(parts)), 0, LOWEST), axis=0)
         total = jnp.zeros(num_rows, jnp.float32)
         acc = jnp.zeros((num_rows, size), jnp.float32)
-        together = min(max(_LOADED // (num_rows * size), 1), power_of_two(parts))
+        together = min(max(_LOADED // (num_rows * size), 1), pl.next_power_of_2(parts))
         for first in range(0, parts, together):
             part = first + jnp.arange(together)
             exists = (part < num_parts)[:, None] & self.real[None, :]

@@ -26,7 +26,7 @@ from pallas_kernels._compat import (
     take_ticket,
 )
 from pallas_kernels.ragged_paged_attention.combine import combine
-from pallas_kernels.ragged_paged_attention.config import Config, choose_config, power_of_two
+from pallas_kernels.ragged_paged_attention.config import Config, choose_config
 from pallas_kernels.ragged_paged_attention.program import (
     LOG2E,
     LOWEST,
@@ -210,7 +210,7 @@ def ragged_paged_attention(
     a CPU."""
     num_tokens, num_heads, key_dim = q.shape
     page, num_kv_heads = k_pages.shape[2:4]
-    if page != power_of_two(page):
+    if page != pl.next_power_of_2(page):
         raise ValueError(f"pages must hold a power of two of positions, got {page}")
     group = num_heads // num_kv_heads
     if config is None:
@@ -234,7 +234,7 @@ def ragged_paged_attention(
         size = v_pages.shape[4]
     else:
         size = value_dim
-        if spans(key_dim)[0][1] != power_of_two(size):
+        if spans(key_dim)[0][1] != pl.next_power_of_2(size):
             raise ValueError(f"keys of {key_dim} entries cannot begin with values of {size}")
     task = Task(
         config=config,
