@@ -21,7 +21,7 @@ import numpy as np
 from pallas_kernels._compat import device_kind
 from pallas_kernels.bench.measure import Variant, calls_for
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention, triton
-from pallas_kernels.ragged_paged_attention.config import Config, Key, choose_config
+from pallas_kernels.ragged_paged_attention.config import Call, Config, Key, choose_config
 
 _CHECKED_ROWS = 16
 
@@ -146,10 +146,8 @@ class AttentionCase:
         return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
     @property
-    def config(self) -> Config:
-        """What the kernel uses."""
-        return choose_config(
-            device=device_kind(),
+    def call(self) -> Call:
+        return Call(
             num_tokens=self.num_rows,
             num_requests=len(self.requests),
             num_kv_heads=self.num_kv_heads,
@@ -161,12 +159,14 @@ class AttentionCase:
         )
 
     @property
+    def config(self) -> Config:
+        """What the kernel uses."""
+        return choose_config(device_kind(), self.call)
+
+    @property
     def key(self) -> Key:
         """What an entry of the table for this case holds for."""
-        num_requests = len(self.requests)
-        group = self.num_heads // self.num_kv_heads
-        rows = -(-self.num_rows // num_requests)
-        return Key(device_kind(), 2, self.dim, self.num_kv_heads, group, num_requests, rows)
+        return self.call.key(device_kind())
 
 
 def alternatives(config: Config) -> list[Config]:

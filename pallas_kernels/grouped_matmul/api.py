@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels._implementations import implementation_of
 from pallas_kernels.grouped_matmul import reference, triton, xla
 
 IMPLEMENTATIONS = {
@@ -30,14 +30,9 @@ def grouped_matmul(
     Raises:
         ValueError: an unknown implementation, or shapes that do not fit together.
     """
-    if implementation is None:
-        implementation = "triton" if jax.default_backend() == "gpu" else "xla"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
-        )
+    chosen = implementation_of(IMPLEMENTATIONS, implementation)
     if rows.shape[1] != matrices.shape[1] or sizes.shape[0] != matrices.shape[0]:
         raise ValueError(
             f"rows {rows.shape}, matrices {matrices.shape} and sizes {sizes.shape} do not fit"
         )
-    return IMPLEMENTATIONS[implementation](rows, matrices, sizes)
+    return chosen(rows, matrices, sizes)

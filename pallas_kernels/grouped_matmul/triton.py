@@ -30,7 +30,7 @@ class Config:
     num_stages: int
 
 
-def config_for(num_rows: int, num_groups: int, itemsize: int = 2) -> Config:
+def config_for(num_rows: int, num_groups: int, itemsize: int) -> Config:
     """A block has about as many rows as a group on average, but at least 16, the fewest that a
     matrix unit takes. Exact products of float32 need none, and registers for all they multiply."""
     if itemsize > 2:

@@ -11,21 +11,12 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int, Int32
 
+from pallas_kernels._implementations import implementation_of
 from pallas_kernels.kv_write import triton, xla
 from pallas_kernels.kv_write.rotation import Rotation
 
 Streams = dict[str, jax.Array]
 IMPLEMENTATIONS: dict[str, Any] = {"triton": triton, "xla": xla}
-
-
-def _implementation(name: str | None) -> Any:
-    if name is None:
-        name = "triton" if jax.default_backend() == "gpu" else "xla"
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}"
-        )
-    return IMPLEMENTATIONS[name]
 
 
 def kv_write(
@@ -45,7 +36,7 @@ def kv_write(
     Raises:
         ValueError: an unknown implementation, or shapes that do not fit together.
     """
-    chosen = _implementation(implementation)
+    chosen = implementation_of(IMPLEMENTATIONS, implementation)
     for name, row in rows.items():
         if name not in pages or row.shape != (slots.shape[0], *pages[name].shape[3:]):
             found = pages[name].shape if name in pages else "missing"
@@ -77,7 +68,7 @@ def rotate_and_write(
     Raises:
         ValueError: an unknown implementation, or shapes that do not fit together.
     """
-    chosen = _implementation(implementation)
+    chosen = implementation_of(IMPLEMENTATIONS, implementation)
     dim, value_dim = k_pages.shape[4], v_pages.shape[4]
     queries = qkv.shape[2] - dim - value_dim
     if queries < dim or queries % dim or value_dim > dim or 2 * cos.shape[1] > dim:

@@ -8,10 +8,10 @@ visible key lies in may hold anything, NaN included.
 
 from __future__ import annotations
 
-import jax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Int32
 
+from pallas_kernels._implementations import implementation_of
 from pallas_kernels.ragged_paged_attention import reference, triton, xla
 
 IMPLEMENTATIONS = {
@@ -52,14 +52,10 @@ def ragged_paged_attention(
     Raises:
         ValueError: an unknown implementation, or shapes that do not fit together.
     """
-    if implementation is None:
-        page = k_pages.shape[2]
-        fits = page == pl.next_power_of_2(page)
-        implementation = "triton" if fits and jax.default_backend() == "gpu" else "xla"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
-        )
+    page = k_pages.shape[2]
+    chosen = implementation_of(
+        IMPLEMENTATIONS, implementation, fits=page == pl.next_power_of_2(page)
+    )
     if q.shape[1] % k_pages.shape[3]:
         raise ValueError(
             f"query heads {q.shape[1]} must be a multiple of key heads {k_pages.shape[3]}"
@@ -72,7 +68,7 @@ def ragged_paged_attention(
         raise ValueError(f"value_dim must be in [1, {k_pages.shape[4]}], got {value_dim}")
     if window is not None and window < 1:
         raise ValueError(f"window must be >= 1, got {window}")
-    return IMPLEMENTATIONS[implementation](
+    return chosen(
         q,
         k_pages,
         v_pages,

@@ -51,35 +51,45 @@ TUNED: dict[Key, Config] = {
 }
 
 
-def choose_config(
-    *,
-    device: str,
-    num_tokens: int,
-    num_requests: int,
-    num_kv_heads: int,
-    group: int,
-    key_dim: int,
-    itemsize: int,
-    window: int | None,
-    positions: int,
-    relative: bool = False,
-) -> Config:
+@dataclass(frozen=True)
+class Call:
+    """What a configuration is chosen for. `positions` is the longest context, `relative` says that
+    scores have a bias by distance."""
+
+    num_tokens: int
+    num_requests: int
+    num_kv_heads: int
+    group: int
+    key_dim: int
+    itemsize: int
+    window: int | None
+    positions: int
+    relative: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a request, rounded up."""
+        return -(-self.num_tokens // self.num_requests)
+
+    def key(self, device: str) -> Key:
+        """The entry of `TUNED` that holds for it on a kind of device, if there is one."""
+        return Key(
+            device,
+            self.itemsize,
+            self.key_dim,
+            self.num_kv_heads,
+            self.group,
+            self.num_requests,
+            self.rows,
+        )
+
+
+def choose_config(device: str, call: Call) -> Config:
     """What `TUNED` has for a call on a kind of device, or else `config_for`."""
-    rows = -(-num_tokens // num_requests)
-    key = Key(device, itemsize, key_dim, num_kv_heads, group, num_requests, rows)
-    if window is None and not relative and key in TUNED:
+    key = call.key(device)
+    if call.window is None and not call.relative and key in TUNED:
         return TUNED[key]
-    return config_for(
-        num_tokens=num_tokens,
-        num_requests=num_requests,
-        num_kv_heads=num_kv_heads,
-        group=group,
-        key_dim=key_dim,
-        itemsize=itemsize,
-        window=window,
-        positions=positions,
-        relative=relative,
-    )
+    return config_for(call)
 
 
 # Programs that an H200's 132 multiprocessors run at once, two on each.
@@ -91,32 +101,22 @@ _FEW_PARTS = 4
 _LARGE_PART = 8192
 
 
-def config_for(
-    *,
-    num_tokens: int,
-    num_requests: int,
-    num_kv_heads: int,
-    group: int,
-    key_dim: int,
-    itemsize: int,
-    window: int | None,
-    positions: int,
-    relative: bool = False,
-) -> Config:
+def config_for(call: Call) -> Config:
     """Tiles as large as a request's share of the rows, and as many parts as occupy the device.
-    `positions` is the longest context, `relative` says that scores have a bias by distance.
 
     Blocks and stages are what was best on an H200 (`python -m pallas_kernels.bench attention`). A
     load whose address is loaded, as every key's is, is only fetched (stages - 1) // 2 blocks ahead:
     5 stages are two blocks, 2 are none and leave room for larger blocks.
     """
-    rows = -(-num_tokens // num_requests) * group
+    key_dim, positions, window = call.key_dim, call.positions, call.window
+    rows = call.rows * call.group
     largest = 128 if key_dim <= 128 else 64 if key_dim <= 256 else 32
     block_m = min(max(pl.next_power_of_2(rows), 16), largest)
-    programs = max(num_tokens * group // block_m, num_requests) * num_kv_heads
-    span = positions if window is None else min(positions, window + num_tokens)
+    tiles = max(call.num_tokens * call.group // block_m, call.num_requests)
+    programs = tiles * call.num_kv_heads
+    span = positions if window is None else min(positions, window + call.num_tokens)
     splits = _splits(programs, span)
-    if itemsize > 2:  # twice the bytes of shared memory, and products without tensor cores
+    if call.itemsize > 2:  # twice the bytes of shared memory, and products without tensor cores
         block_m = min(block_m, 32 if key_dim <= 64 else 16)
         block_k, num_warps, num_stages = 32 if key_dim <= 64 else 16, 8, 2
     elif key_dim > 256:
@@ -133,7 +133,7 @@ def config_for(
     else:
         # Keys in two pieces, 64 + 16 for 80, need more registers.
         block_k, num_warps, num_stages = 64, 4 if key_dim == 128 else 8, 5
-    if relative:  # which takes registers
+    if call.relative:  # which takes registers
         num_warps = 8
     return Config(
         block_m,

@@ -26,7 +26,7 @@ from pallas_kernels._compat import (
     take_ticket,
 )
 from pallas_kernels.ragged_paged_attention.combine import combine
-from pallas_kernels.ragged_paged_attention.config import Config, choose_config
+from pallas_kernels.ragged_paged_attention.config import Call, Config, choose_config
 from pallas_kernels.ragged_paged_attention.program import (
     LOG2E,
     LOWEST,
@@ -214,8 +214,7 @@ def ragged_paged_attention(
         raise ValueError(f"pages must hold a power of two of positions, got {page}")
     group = num_heads // num_kv_heads
     if config is None:
-        config = choose_config(
-            device=device_kind(),
+        call = Call(
             num_tokens=num_tokens,
             num_requests=kv_lens.shape[0],
             num_kv_heads=num_kv_heads,
@@ -226,6 +225,7 @@ def ragged_paged_attention(
             positions=page_table.shape[1] * page,
             relative=rel_rows is not None,
         )
+        config = choose_config(device_kind(), call)
     by_distance = None
     if rel_rows is not None and rel_table is not None:
         by_distance = jnp.einsum("thr,re->the", rel_rows, rel_table.astype(rel_rows.dtype))

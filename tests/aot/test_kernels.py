@@ -16,7 +16,7 @@ from pallas_kernels.choose_token.triton import choose_token
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.kv_write import Rotation, kv_write, rotate_and_write
 from pallas_kernels.ragged_paged_attention import triton
-from pallas_kernels.ragged_paged_attention.config import Config, config_for
+from pallas_kernels.ragged_paged_attention.config import Call, Config, config_for
 
 pytestmark = needs_compiler
 
@@ -46,14 +46,16 @@ class Attention:
         """What is chosen for the batches, but for the number of parts."""
         chosen = [
             config_for(
-                num_tokens=requests * rows,
-                num_requests=requests,
-                num_kv_heads=self.num_kv_heads,
-                group=self.group,
-                key_dim=self.key_dim,
-                itemsize=jnp.dtype(dtype).itemsize,
-                window=self.window,
-                positions=POSITIONS,
+                Call(
+                    num_tokens=requests * rows,
+                    num_requests=requests,
+                    num_kv_heads=self.num_kv_heads,
+                    group=self.group,
+                    key_dim=self.key_dim,
+                    itemsize=jnp.dtype(dtype).itemsize,
+                    window=self.window,
+                    positions=POSITIONS,
+                )
             )
             for requests, rows in BATCHES
         ]

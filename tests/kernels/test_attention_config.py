@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention, triton
-from pallas_kernels.ragged_paged_attention.config import TUNED, Config, Key, config_for
+from pallas_kernels.ragged_paged_attention.config import TUNED, Call, Config, Key, config_for
 
 DEVICE = "NVIDIA H200"
 PAGE, POSITIONS = 16, 2048
@@ -101,14 +101,16 @@ def test_entries_of_the_table_are_used_and_lower(key: Key, chosen: list[Config])
 def test_the_table_holds_only_what_differs_from_the_heuristic(key: Key) -> None:
     for positions in (2048, 32768):
         other = config_for(
-            num_tokens=key.rows * key.num_requests,
-            num_requests=key.num_requests,
-            num_kv_heads=key.num_kv_heads,
-            group=key.group,
-            key_dim=key.key_dim,
-            itemsize=key.itemsize,
-            window=None,
-            positions=positions,
+            Call(
+                num_tokens=key.rows * key.num_requests,
+                num_requests=key.num_requests,
+                num_kv_heads=key.num_kv_heads,
+                group=key.group,
+                key_dim=key.key_dim,
+                itemsize=key.itemsize,
+                window=None,
+                positions=positions,
+            )
         )
         assert TUNED[key] != other
 
@@ -138,14 +140,16 @@ def test_the_heuristic_lowers(
     lowered = set()
     for num_tokens, num_requests in BATCHES:
         config = config_for(
-            num_tokens=num_tokens,
-            num_requests=num_requests,
-            num_kv_heads=num_kv_heads,
-            group=group,
-            key_dim=key_dim,
-            itemsize=jnp.dtype(dtype).itemsize,
-            window=None,
-            positions=POSITIONS,
+            Call(
+                num_tokens=num_tokens,
+                num_requests=num_requests,
+                num_kv_heads=num_kv_heads,
+                group=group,
+                key_dim=key_dim,
+                itemsize=jnp.dtype(dtype).itemsize,
+                window=None,
+                positions=POSITIONS,
+            )
         )
         if config in lowered:
             continue
