@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 from sampling.reference import make_state
 
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.sampling.sampler import sample, sample_by_xla
 from mmtp_jax.sampling.state import ROW_SIZE, SamplingState, write_masks
+from pallas_kernels.aot import on_h200
 from pallas_kernels.choose_token import Config, choose_token
 
 R, S, L, PROMPT, WIDTH = 6, 8, 300, 250, 3
@@ -234,18 +234,9 @@ def test_padding_rows_and_nan_change_nothing() -> None:
     np.testing.assert_array_equal(batch.tokens(by_kernel(300))[~broken], whole[~broken])
 
 
-CUDA = AbstractMesh(
-    (),
-    (),
-    (),
-    abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu"),
-)
-
-
 @pytest.mark.parametrize("vocab_size", [49152, 128256, 151669, 201024])
-def test_lowers_for_cuda(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowers_for_cuda(vocab_size: int) -> None:
     """`sample` is one kernel and nothing else."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     words = -(-vocab_size // 32)
     state = SamplingState(
         rows=jax.ShapeDtypeStruct((4, ROW_SIZE), jnp.int32),
@@ -256,7 +247,7 @@ def test_lowers_for_cuda(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> No
     row = jax.ShapeDtypeStruct((16,), jnp.int32)
     logits = jax.ShapeDtypeStruct((16, vocab_size), jnp.float32)
     history = jax.ShapeDtypeStruct((4, 4096), jnp.int32)
-    with jax.sharding.use_abstract_mesh(CUDA):
+    with on_h200():
         traced = jax.jit(sample).trace(logits, state, row, row, history)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("triton") and text.count("stablehlo.") == text.count("stablehlo.custom_call")

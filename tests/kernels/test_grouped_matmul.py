@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels.aot import on_h200
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 IMPLEMENTATIONS = ("triton", "xla", "reference")
@@ -121,23 +121,14 @@ def test_an_unknown_implementation_is_refused() -> None:
         grouped_matmul(rows, matrices, jnp.zeros(GROUPS, jnp.int32), implementation="cuda")
 
 
-CUDA = AbstractMesh(
-    (),
-    (),
-    (),
-    abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu"),
-)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("num_rows", [1, 54, 1000, 24576])  # every block size
-def test_lowers_for_cuda(num_rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowers_for_cuda(num_rows: int, dtype: str) -> None:
     """Odd sizes too: blocks are powers of two, the arrays are not."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     shapes = ((num_rows, 2050), (64, 2050, 770))
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     sizes = jax.ShapeDtypeStruct((64,), jnp.int32)
-    with jax.sharding.use_abstract_mesh(CUDA):
+    with on_h200():
         traced = jax.jit(grouped_matmul).trace(*arguments, sizes)
         assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -11,18 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels.aot import on_h200
 from pallas_kernels.kv_write import Rotation, kv_write, rotate_and_write
 
 IMPLEMENTATIONS = ("xla", "triton")
 LAYERS, PAGES, SIZE = 3, 7, 4
-CUDA = AbstractMesh(
-    (),
-    (),
-    (),
-    abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu"),
-)
 
 
 def slots_of(num_rows: int, rng: np.random.Generator) -> np.ndarray:
@@ -190,11 +184,10 @@ def test_wrong_arguments() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_lowers_for_cuda(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_lowers_for_cuda(case: str) -> None:
     arguments, options = make(9, dtype="bfloat16", **CASES[case])
     rotation = options.pop("rotation")
-    with jax.sharding.use_abstract_mesh(CUDA):
+    with on_h200():
         function = functools.partial(rotate_and_write, rotation=rotation)
         traced = jax.jit(function).trace(*arguments, **options)
         assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
