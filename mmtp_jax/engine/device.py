@@ -65,7 +65,6 @@ class Device:
         if graph.mesh is not None:
             state = jax.device_put(state, state_sharding(graph.mesh, graph.layout, state))
         self._state = state
-        self._shapes = jax.eval_shape(lambda: state)
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmtp-device")
         self.programs = Programs(
@@ -107,7 +106,7 @@ class Device:
     def admit(self, scheduled: ScheduledAdmission, live: Live) -> None:
         """Put a request into its slot."""
         request, admission = scheduled.request, scheduled.admission
-        arrays = empty_admission(self._shapes)
+        arrays = empty_admission(self.programs.abstract_state)
         valid = admission.valid[0]
         arrays.numbers[:] = (
             scheduled.slot,
@@ -136,7 +135,7 @@ class Device:
 
     def upload(self, bucket: Bucket, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
         """The plan of a step, on the device."""
-        plan = StepPlan.pack(bucket, self._shapes.num_slots, scheduled)
+        plan = StepPlan.pack(bucket, self.programs.abstract_state.num_slots, scheduled)
         return self.programs.upload(plan)
 
     def set_masks(self, batch: Batch) -> None:

@@ -103,7 +103,7 @@ class Programs:
         self._unroll = unroll
         self._choose_draft = choose_draft
         self._num_slots = state.num_slots
-        self._abstract_state = jax.tree.map(
+        self.abstract_state = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
         )
         # Over several devices the next step must find the state as this one did.
@@ -146,7 +146,7 @@ class Programs:
     def empty_masks(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots, starts and masks of `count` requests or a few more, as whole uploads: nothing but
         padding that allows every token."""
-        num_slots, width, words = self._abstract_state.sampling.masks.shape
+        num_slots, width, words = self.abstract_state.sampling.masks.shape
         size = round_up(count, min(num_slots, MASKS_PER_UPLOAD))
         return (
             np.full(size, num_slots, np.int32),
@@ -182,12 +182,12 @@ class Programs:
     def _compile(self, function: Callable[..., EngineState], *arguments: Any) -> Any:
         program = jax.jit(function, donate_argnums=0, out_shardings=self._state_sharding)
         with self._on_mesh():
-            return program.lower(self._abstract_state, *arguments).compile()
+            return program.lower(self.abstract_state, *arguments).compile()
 
     def _compile_logprobs(self) -> Any:
         program = jax.jit(functools.partial(row_logprobs, self._graph))
         with self._on_mesh():
-            return program.lower(self._params, self._abstract_state, np.int32(0)).compile()
+            return program.lower(self._params, self.abstract_state, np.int32(0)).compile()
 
     def _compile_step(self, bucket: Bucket, collect: bool = False) -> Any:
         shape = StepShape(
@@ -204,7 +204,7 @@ class Programs:
         )
         plan = self.upload(StepPlan.pack(bucket, self._num_slots))
         with self._on_mesh():
-            return program.lower(self._params, self._abstract_state, plan).compile()
+            return program.lower(self._params, self.abstract_state, plan).compile()
 
     def _on_mesh(self) -> AbstractContextManager[object]:
         mesh = self._graph.mesh

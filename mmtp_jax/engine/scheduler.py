@@ -69,7 +69,7 @@ class SchedulerConfig:
         return max(chunk, self.num_speculative_tokens + 1)
 
     @property
-    def steps_ahead(self) -> int:
+    def steps_per_reserve(self) -> int:
         """Steps that `ahead` positions last for; 0 for none."""
         return -(-self.ahead // (self.num_speculative_tokens + 1))
 
@@ -179,10 +179,10 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing can run before an earlier step is read."""
-        steps_ahead = self.config.steps_ahead
+        interval = self.config.steps_per_reserve
         plan = _Plan(
             self.config.max_num_batched_tokens,
-            reserves_ahead=steps_ahead > 0 and self._steps % steps_ahead == 0,
+            reserves_ahead=interval > 0 and self._steps % interval == 0,
         )
         # Decodes come first, both kinds in order of arrival. A preemption changes `running`.
         for request in sorted(self.running, key=_PREFILLING):
