@@ -17,7 +17,6 @@ from mmtp_jax.arguments import Parser, add_model_options, one_line, option
 from mmtp_jax.bench import report
 from mmtp_jax.bench.latency import WARM_UP_STEPS, Latency, LatencyOptions, latencies
 from mmtp_jax.bench.presets import ARCHITECTURES, NAMES, ModelOptions, loadable
-from mmtp_jax.bench.roofline import measure_rates
 from mmtp_jax.bench.startup import startup
 from mmtp_jax.bench.throughput import ThroughputOptions, throughput
 from mmtp_jax.config import ConfigError
@@ -25,6 +24,8 @@ from mmtp_jax.engine.programs import enable_compilation_cache
 from mmtp_jax.loader import parameter_dtype
 from mmtp_jax.weights.errors import ModelError
 from mmtp_jax.weights.resolve import cache_directory
+from pallas_kernels.bench.output import show
+from pallas_kernels.bench.timing import measure_rates
 
 PROG = "python -m mmtp_jax.bench"
 PRESETS = f"--model also takes {', '.join((*NAMES, *ARCHITECTURES))}"
@@ -70,7 +71,7 @@ def _latency(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, An
             # After each: what was measured stays if the command is cut short.
             _write(arguments.json, facts)
             print(report.latency_line(result), file=sys.stderr, flush=True)
-    report.show(report.latency_table(results, rates))
+    show(report.latency_table(results, rates))
     return facts
 
 
@@ -89,7 +90,7 @@ def _throughput(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str,
         result = throughput(model, options)
     facts = report.environment(argv) | {"result": dataclasses.asdict(result)}
     _write(arguments.json, facts)
-    report.show(report.throughput_table(result))
+    show(report.throughput_table(result))
     return facts
 
 
@@ -99,7 +100,7 @@ def _startup(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, An
     # Only now: the servers had the device to themselves.
     facts = report.environment(argv) | {"result": dataclasses.asdict(result)}
     _write(arguments.json, facts)
-    report.show(report.startup_table(result))
+    show(report.startup_table(result))
     return facts
 
 

@@ -21,11 +21,12 @@ from mmtp_jax.bench.bare import bare_step
 from mmtp_jax.bench.batch import CHUNKS_PER_PROMPT, FixedBatch, longest_prompt, random_prompts
 from mmtp_jax.bench.presets import ModelOptions
 from mmtp_jax.bench.profile import trace
-from mmtp_jax.bench.roofline import Floor, Rates, step_floor
+from mmtp_jax.bench.roofline import Floor, step_floor
 from mmtp_jax.config import require
 from mmtp_jax.describe import count_parameters
 from mmtp_jax.loader import LoadedModel
 from mmtp_jax.sampling.sampler import sample
+from pallas_kernels.bench.timing import Rates
 
 WARM_UP_STEPS = 8
 PROFILED_STEPS = 8

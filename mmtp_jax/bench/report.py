@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from mmtp_jax.bench.latency import Latency
-from mmtp_jax.bench.roofline import Rates
 from mmtp_jax.bench.startup import Startup
 from mmtp_jax.bench.throughput import Throughput
+from pallas_kernels.bench.output import commit
+from pallas_kernels.bench.timing import Rates
 
 
 def environment(argv: Sequence[str]) -> dict[str, Any]:
@@ -25,7 +22,7 @@ def environment(argv: Sequence[str]) -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "command": " ".join(["python -m mmtp_jax.bench", *argv]),
-        "commit": _commit(),
+        "commit": commit(),
         "device": device.device_kind,
         "num_devices": jax.device_count(),
         "platform": platform.platform(),
@@ -43,11 +40,7 @@ def latency_line(result: Latency) -> str:
 
 
 def latency_table(results: Sequence[Latency], rates: Rates) -> Table:
-    title = (
-        f"latency; copy {rates.bytes_per_second / 1e9:,.0f} GB/s,"
-        f" product {rates.flops_per_second / 1e12:,.1f} TFLOP/s"
-    )
-    table = _table(title)
+    table = _table(f"latency; {rates}")
     names = ["k", "drafts", "batch", "rows", "context", "engine ms", "bare ms", "busy", "tokens/s"]
     for name in (*names, "tokens/step", "floor ms", "roofline", "compile s", "with chunk"):
         table.add_column(name)
@@ -107,24 +100,5 @@ def startup_table(result: Startup) -> Table:
     return table
 
 
-def show(table: Table) -> None:
-    """Print a table to stderr, however narrow the terminal is said to be."""
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)
-
-
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", header_style="")
-
-
-def _commit() -> str | None:
-    root = Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--verify", "HEAD"], cwd=root, capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -7,18 +7,13 @@ over the rate of a large product, both measured on the device at hand.
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from mmtp_jax.models.model import ModelGraph, Params
 from mmtp_jax.specs import AttentionSpec, LatentAttentionSpec, LayerSpec, MoESpec
+from pallas_kernels.bench.timing import Rates
 
 
 @dataclass(frozen=True)
@@ -29,14 +24,6 @@ class Part:
     context: int
     rows: int
     samples: bool
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes (read and written) and floating-point operations per second."""
-
-    bytes_per_second: float
-    flops_per_second: float
 
 
 @dataclass(frozen=True)
@@ -118,36 +105,6 @@ def step_flops(graph: ModelGraph, parts: tuple[Part, ...]) -> int:
     if config.mtp is not None:
         total += _repeats(graph) * sum(_attention(spec, inside) for spec in config.mtp.modules)
     return round(total)
-
-
-def measure_rates(dtype: np.dtype) -> Rates:
-    """Measure the default device: a large copy, and a large square product in `dtype`."""
-    small = jax.default_backend() == "cpu"
-    values = jnp.zeros((32 << 20) if small else (512 << 20), jnp.uint8)
-    size = 768 if small else 8192
-    matrix = jnp.ones((size, size), dtype)
-    # Both write over an old result: new memory would cost time of its own.
-    copy = jax.jit(lambda values, _: jnp.copy(values), donate_argnums=1, keep_unused=True)
-    product = jax.jit(lambda one, _: one @ one, donate_argnums=1, keep_unused=True)
-    return Rates(
-        2 * values.nbytes / _seconds(copy, values, calls=8),
-        2 * size**3 / _seconds(product, matrix, calls=8),
-    )
-
-
-def _seconds(
-    function: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, calls: int
-) -> float:
-    """Median seconds of a call into the last one's result, of several rounds back to back."""
-    y = jax.block_until_ready(function(x, jnp.copy(x)))
-    rounds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            y = function(x, y)
-        jax.block_until_ready(y)
-        rounds.append((time.perf_counter() - begin) / calls)
-    return statistics.median(rounds)
 
 
 def _parameters(graph: ModelGraph, params: Params) -> Iterator[tuple[str, tuple[int, ...], int]]:

@@ -13,6 +13,7 @@ import jax
 
 from pallas_kernels.bench import attention, choose_token, grouped_matmul, kv_write, report
 from pallas_kernels.bench.measure import Case, Failure, Result, measure
+from pallas_kernels.bench.output import show
 from pallas_kernels.bench.timing import measure_rates
 
 KERNELS: dict[str, Any] = {
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(report.line(one), file=sys.stderr, flush=True)
             if arguments.json is not None:  # after each, in case the command is cut short
                 arguments.json.write_text(_text(report.facts(argv, rates, results)) + "\n")
-    report.show(report.table(results, rates))
+    show(report.table(results, rates))
     if arguments.tune:
         tuned = [case for case in cases["attention"] if isinstance(case, attention.AttentionCase)]
         print(*report.best_configs(tuned, results), sep="\n", file=sys.stderr)

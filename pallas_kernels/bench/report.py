@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from pallas_kernels.bench.attention import AttentionCase
 from pallas_kernels.bench.measure import Failure, Result
+from pallas_kernels.bench.output import commit
 from pallas_kernels.bench.timing import Rates
 
 PROG = "python -m pallas_kernels.bench"
@@ -24,7 +21,7 @@ def facts(argv: Sequence[str], rates: Rates, results: Sequence[Result | Failure]
     """What was run, and where, and what came of it."""
     return {
         "command": " ".join([PROG, *argv]),
-        "commit": _commit(),
+        "commit": commit(),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "rates": dataclasses.asdict(rates),
@@ -44,8 +41,7 @@ def line(one: Result | Failure) -> str:
 def table(results: Sequence[Result | Failure], rates: Rates) -> Table:
     """Of all measurements, beside what a copy and a product reach."""
     found = Table(
-        title=f"copy {rates.bytes_per_second / 1e9:,.0f} GB/s,"
-        f" product {rates.flops_per_second / 1e12:,.1f} TFLOP/s",
+        title=str(rates),
         title_justify="left",
         header_style="",
     )
@@ -87,22 +83,3 @@ def best_configs(cases: Sequence[AttentionCase], results: Sequence[Result | Fail
         key = repr(case.key) if case.window is None else repr(case.name)
         lines.append(f"{key}: {config},  # {times[best]} us, so far {times['triton']} us")
     return lines
-
-
-def show(found: Table) -> None:
-    """Print a table to stderr, however narrow the terminal is said to be."""
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(found)
-
-
-def _commit() -> str | None:
-    root = Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--verify", "HEAD"], cwd=root, capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

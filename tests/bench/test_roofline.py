@@ -11,13 +11,12 @@ from models_for_tests import write_tiny_llama
 from mmtp_jax.bench.presets import ModelOptions
 from mmtp_jax.bench.roofline import (
     Part,
-    Rates,
-    measure_rates,
     step_bytes,
     step_floor,
     step_flops,
 )
 from mmtp_jax.loader import LoadedModel
+from pallas_kernels.bench.timing import Rates, measure_rates
 
 INKLING = Path(__file__).resolve().parent.parent / "parity" / "goldens" / "inkling"
 # The tiny model: hidden 32, vocabulary 64, two layers with 4/2 heads of 8 and an MLP of 48.

@@ -20,6 +20,7 @@ from pallas_kernels.bench.choose_token import ChoiceCase
 from pallas_kernels.bench.grouped_matmul import GroupedCase
 from pallas_kernels.bench.kv_write import WriteCase
 from pallas_kernels.bench.measure import Failure, Result, Variant, calls_for
+from pallas_kernels.bench.output import show
 from pallas_kernels.bench.timing import Rates
 from pallas_kernels.ragged_paged_attention.config import Config, Key
 
@@ -233,7 +234,7 @@ def test_no_gpu_and_no_place_for_results(
 
 def test_a_wide_table(capsys: pytest.CaptureFixture[str]) -> None:
     one = Result("attention", "plain", "triton", 4, 12.5, 100.0, 1.0, 50.0, 5.0, 1e-3)
-    report.show(report.table([one, Failure("attention", "x", "y", "z")], RATES))
+    show(report.table([one, Failure("attention", "x", "y", "z")], RATES))
     text = capsys.readouterr().err
     assert "12.50" in text and "50 %" in text and "failed" in text
     assert np.max([len(line.rstrip()) for line in text.splitlines()]) <= 200

@@ -1,0 +1,30 @@
+"""What reports of measurements have in common."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(table: Table) -> None:
+    """Print a table to stderr, however narrow the terminal is said to be."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        console.width = 200
+    console.print(table)
+
+
+def commit() -> str | None:
+    """The commit that is checked out; None outside of a repository."""
+    root = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--verify", "HEAD"], cwd=root, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
