@@ -46,8 +46,8 @@ class Key(NamedTuple):
 # Only what was measured to be better than `config_for`; `python -m pallas_kernels.bench attention
 # --tune` finds entries.
 TUNED: dict[Key, Config] = {
-    # 278.9 us for 2048 keys, window of 4 drafts
-    Key("NVIDIA H200", 2, 128, 8, 4, 128, 5): Config(32, 128, 1, 4, 2),
+    # SmolLM2: 21.1 instead of 22.2 us for 256 keys each
+    Key("NVIDIA H200", 2, 64, 3, 3, 256, 1): Config(16, 64, 1, 4, 5),
 }
 
 
@@ -92,13 +92,15 @@ def choose_config(device: str, call: Call) -> Config:
     return config_for(call)
 
 
-# Programs that an H200's 132 multiprocessors run at once, two on each.
-_PROGRAMS = 264
+# An H200's multiprocessors, and programs that they run at once.
+_MULTIPROCESSORS, _PROGRAMS = 132, 264
 _MOST_SPLITS = 32
 # The last program of a tile can add up few parts at little cost, and numbers of each as few as its
 # registers hold.
 _FEW_PARTS = 4
 _LARGE_PART = 8192
+# Rows of a request for which most blocks of keys are seen whole, and for which large tiles pay.
+_CHUNK, _LONG_PROMPT = 256, 16384
 
 
 def config_for(call: Call) -> Config:
@@ -110,29 +112,30 @@ def config_for(call: Call) -> Config:
     """
     key_dim, positions, window = call.key_dim, call.positions, call.window
     rows = call.rows * call.group
-    largest = 128 if key_dim <= 128 else 64 if key_dim <= 256 else 32
-    block_m = min(max(pl.next_power_of_2(rows), 16), largest)
+    block_m = _rows_of_a_tile(rows, key_dim)
     tiles = max(call.num_tokens * call.group // block_m, call.num_requests)
     programs = tiles * call.num_kv_heads
     span = positions if window is None else min(positions, window + call.num_tokens)
     splits = _splits(programs, span)
+    in_chunks = rows >= _CHUNK
+    num_warps, num_stages = 4, 5
     if call.itemsize > 2:  # twice the bytes of shared memory, and products without tensor cores
         block_m = min(block_m, 32 if key_dim <= 64 else 16)
         block_k, num_warps, num_stages = 32 if key_dim <= 64 else 16, 8, 2
-    elif key_dim > 256:
-        block_k, num_warps, num_stages = 32, 8, 2
     elif key_dim > 128:
-        block_k, num_warps, num_stages = 32, 8, 3
-    elif block_m == 128:
-        block_k, num_warps, num_stages = 64, 8, 3
+        block_k, num_warps, num_stages = 32, 8, 2 if key_dim > 256 else 3
+    elif key_dim <= 64 and block_m == 16 and programs <= _MULTIPROCESSORS:
+        block_k, num_stages = 256, 2
     elif key_dim <= 64:
-        block_k, num_stages = (256, 2) if programs <= _PROGRAMS and block_m < 64 else (128, 5)
-        num_warps = 4
-    elif block_m == 16 or (splits == 1 and programs <= _PROGRAMS):
-        block_k, num_warps, num_stages = 128, 4 if block_m == 16 else 8, 5
+        block_k = 64 if in_chunks else 128
+    elif block_m == 128:  # with 64 keys and 4 warps 1-2 % faster, though registers are spilled
+        block_k, num_warps, num_stages = 128, 8, 3
+    elif block_m == 16 or (block_m == 32 and splits == 1 and programs <= _PROGRAMS):
+        block_k = 128
     else:
-        # Keys in two pieces, 64 + 16 for 80, need more registers.
-        block_k, num_warps, num_stages = 64, 4 if key_dim == 128 else 8, 5
+        block_k = 64
+        if key_dim < 128:  # in two pieces, 64 + 16 for 80, which need more registers
+            num_warps = 8
     if call.relative:  # which takes registers
         num_warps = 8
     return Config(
@@ -141,9 +144,23 @@ def config_for(call: Call) -> Config:
         splits,
         num_warps,
         num_stages,
-        edges_apart=block_m == 128,
-        combines_apart=splits > _FEW_PARTS or block_m * pl.next_power_of_2(key_dim) >= _LARGE_PART,
+        edges_apart=in_chunks,
+        combines_apart=splits > 1
+        and (splits > _FEW_PARTS or block_m * pl.next_power_of_2(key_dim) >= _LARGE_PART),
     )
+
+
+def _rows_of_a_tile(rows: int, key_dim: int) -> int:
+    """Small heads move so few bytes that more tiles help more than keys read once."""
+    if key_dim <= 64 and rows <= 32:
+        return 16
+    if key_dim > 256:
+        largest = 32
+    elif key_dim == 128 and rows > _LONG_PROMPT:
+        largest = 128
+    else:
+        largest = 64
+    return min(max(pl.next_power_of_2(rows), 16), largest)
 
 
 def _splits(programs: int, span: int) -> int:

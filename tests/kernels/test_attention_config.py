@@ -10,7 +10,14 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention, triton
-from pallas_kernels.ragged_paged_attention.config import TUNED, Call, Config, Key, config_for
+from pallas_kernels.ragged_paged_attention.config import (
+    TUNED,
+    Call,
+    Config,
+    Key,
+    choose_config,
+    config_for,
+)
 
 DEVICE = "NVIDIA H200"
 PAGE, POSITIONS = 16, 2048
@@ -132,25 +139,24 @@ def test_another_device_gets_the_heuristic(chosen: list[Config]) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_the_heuristic_lowers(
+def test_what_is_chosen_lowers(
     heads: tuple[int, int | None, int, int], dtype: str, chosen: list[Config]
 ) -> None:
-    """One program for each configuration that it gives to some batch."""
+    """One program for each configuration that some batch gets."""
     key_dim, value_dim, num_kv_heads, group = heads
     lowered = set()
     for num_tokens, num_requests in BATCHES:
-        config = config_for(
-            Call(
-                num_tokens=num_tokens,
-                num_requests=num_requests,
-                num_kv_heads=num_kv_heads,
-                group=group,
-                key_dim=key_dim,
-                itemsize=jnp.dtype(dtype).itemsize,
-                window=None,
-                positions=POSITIONS,
-            )
+        call = Call(
+            num_tokens=num_tokens,
+            num_requests=num_requests,
+            num_kv_heads=num_kv_heads,
+            group=group,
+            key_dim=key_dim,
+            itemsize=jnp.dtype(dtype).itemsize,
+            window=None,
+            positions=POSITIONS,
         )
+        config = choose_config(DEVICE, call)
         if config in lowered:
             continue
         lowered.add(config)
