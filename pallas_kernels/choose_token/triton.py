@@ -202,7 +202,19 @@ def choose_token(
     Interpreted on a CPU.
     """
     config = Config() if config is None else config
+    rest = (slot, index, rows, bias, masks, mask_start, history)
+    tokens: Array = _choose_token(config, interpreted(), logits, *rest)
+    return tokens
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _choose_token(
+    config: Config, interpret: bool, logits: Float32[Array, "S V"], *rest: Array
+) -> Int32[Array, " S"]:
+    """A function of its own, so that calls of equal shapes are traced once in all programs, and
+    lowered once in each: the kernel is half of what a step takes."""
     num_rows, vocab_size = logits.shape
+    tokens: Array
     tokens, *_ = pl.pallas_call(
         functools.partial(_kernel, config=config),
         out_shape=(
@@ -212,7 +224,7 @@ def choose_token(
         ),
         grid=(num_rows,),
         compiler_params=compiler_params(num_warps=config.num_warps, num_stages=2),
-        interpret=interpreted(),
+        interpret=interpret,
         name="choose_token",
-    )(logits, slot, index, rows, bias, masks, mask_start, history)
+    )(logits, *rest)
     return tokens

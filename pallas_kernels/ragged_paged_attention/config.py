@@ -94,11 +94,11 @@ def choose_config(device: str, call: Call) -> Config:
 
 # An H200's multiprocessors, and programs that they run at once.
 _MULTIPROCESSORS, _PROGRAMS = 132, 264
-_MOST_SPLITS = 32
-# The last program of a tile can add up few parts at little cost, and numbers of each as few as its
-# registers hold.
-_FEW_PARTS = 4
-_LARGE_PART = 8192
+_FEW_SPLITS, _MOST_SPLITS = 4, 32
+# Of a part, where the device has enough to do.
+_MANY_KEYS = 1024
+# Numbers that the last program of a tile adds up at little cost: of all parts, and of each.
+_FEW_NUMBERS, _LARGE_PART = 16384, 8192
 # Rows of a request for which most blocks of keys are seen whole, and for which large tiles pay.
 _CHUNK, _LONG_PROMPT = 256, 16384
 
@@ -116,8 +116,14 @@ def config_for(call: Call) -> Config:
     tiles = max(call.num_tokens * call.group // block_m, call.num_requests)
     programs = tiles * call.num_kv_heads
     span = positions if window is None else min(positions, window + call.num_tokens)
-    splits = _splits(programs, span)
+    # Blocks are of so many keys or fewer.
+    split_keys = 128 if key_dim == 128 and block_m == 16 else 256
+    splits = _splits(programs, span // split_keys)
     in_chunks = rows >= _CHUNK
+    if block_m == 64 and splits == 1 and not in_chunks:
+        # Among windows there may be a chunk of a prompt, whose tiles have the most keys.
+        split_keys = _MANY_KEYS
+        splits = min(_FEW_SPLITS, pl.next_power_of_2(max(span // split_keys, 1)))
     num_warps, num_stages = 4, 5
     if call.itemsize > 2:  # twice the bytes of shared memory, and products without tensor cores
         block_m = min(block_m, 32 if key_dim <= 64 else 16)
@@ -138,15 +144,17 @@ def config_for(call: Call) -> Config:
             num_warps = 8
     if call.relative:  # which takes registers
         num_warps = 8
+    part_size = block_m * pl.next_power_of_2(key_dim)
     return Config(
         block_m,
         block_k,
         splits,
         num_warps,
         num_stages,
+        split_keys,
         edges_apart=in_chunks,
         combines_apart=splits > 1
-        and (splits > _FEW_PARTS or block_m * pl.next_power_of_2(key_dim) >= _LARGE_PART),
+        and (splits * part_size > _FEW_NUMBERS or part_size >= _LARGE_PART),
     )
 
 
@@ -163,9 +171,7 @@ def _rows_of_a_tile(rows: int, key_dim: int) -> int:
     return min(max(pl.next_power_of_2(rows), 16), largest)
 
 
-def _splits(programs: int, span: int) -> int:
+def _splits(programs: int, most: int) -> int:
     """Parts of the keys, a power of two: none where half of the device has work anyway."""
     wanted = 1 if 2 * programs > _PROGRAMS - 16 else _PROGRAMS // programs
-    return min(
-        pl.next_power_of_2(wanted + 1) // 2, pl.next_power_of_2(max(span // 256, 1)), _MOST_SPLITS
-    )
+    return min(pl.next_power_of_2(wanted + 1) // 2, pl.next_power_of_2(max(most, 1)), _MOST_SPLITS)
