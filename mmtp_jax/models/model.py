@@ -79,6 +79,14 @@ class ModelGraph:
         leaves = zip(self.leaves(), params, strict=True)
         return next(np.dtype(value.dtype) for leaf, value in leaves if not leaf.float32)
 
+    def values(self, params: Params) -> dict[str, jax.Array]:
+        """The parameters by flat name, as checkpoints know them: what `assemble` was given."""
+        return {
+            piece.name: value[piece.place].reshape(piece.shape)
+            for leaf, value in zip(self.leaves(), params, strict=True)
+            for piece in leaf.pieces
+        }
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Flat name -> shape of every value a checkpoint has to provide."""
         return {piece.name: piece.shape for leaf in self.leaves() for piece in leaf.pieces}

@@ -37,9 +37,10 @@ def tensor_mesh(size: int) -> Mesh | None:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh that the program being traced runs on (`jax.set_mesh`); None without one."""
+    """The mesh whose devices share the layers of the program being traced (`jax.set_mesh`); None
+    without one."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty else mesh
+    return mesh if TENSOR_AXIS in mesh.axis_names else None
 
 
 def kernels() -> str | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._implementations import implementation_of
-from pallas_kernels.grouped_matmul import reference, triton, xla
+from pallas_kernels.grouped_matmul import ragged, reference, triton, xla
 
 IMPLEMENTATIONS = {
     "triton": triton.grouped_matmul,
     "xla": xla.grouped_matmul,
     "reference": reference.grouped_matmul,
+    "differentiable": ragged.grouped_matmul,
 }
 
 

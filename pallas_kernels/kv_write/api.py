@@ -16,7 +16,7 @@ from pallas_kernels.kv_write import triton, xla
 from pallas_kernels.kv_write.rotation import Rotation
 
 Streams = dict[str, jax.Array]
-IMPLEMENTATIONS: dict[str, Any] = {"triton": triton, "xla": xla}
+IMPLEMENTATIONS: dict[str, Any] = {"triton": triton, "xla": xla, "differentiable": xla}
 
 
 def kv_write(

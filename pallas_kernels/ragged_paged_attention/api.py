@@ -12,12 +12,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels._implementations import implementation_of
-from pallas_kernels.ragged_paged_attention import reference, triton, xla
+from pallas_kernels.ragged_paged_attention import reference, triton, whole, xla
 
 IMPLEMENTATIONS = {
     "triton": triton.ragged_paged_attention,
     "xla": xla.ragged_paged_attention,
     "reference": reference.ragged_paged_attention,
+    "differentiable": whole.ragged_paged_attention,
 }
 
 

@@ -1,0 +1,139 @@
+"""Distillation: every module learns the target's own distribution of the token it predicts.
+
+The target's logits at the position before a token are what the engine draws it from, so the best
+draft is drawn from the same distribution (MTP-D, arXiv 2603.23911). Logits of a whole batch and all
+modules would take tens of gigabytes: they exist for some anchors and one module at a time, and so
+do their derivatives, which are needed with respect to the modules' states only (the head is the
+target's and stays as it is).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from mmtp_jax.checks import check_types, require
+from mmtp_jax.models.model import Model
+
+# Anchors whose logits exist at once.
+ANCHORS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: per predicted token `distill` times the Kullback-Leibler divergence from
+    the target's distribution (of its `top_k` best tokens; 0: of all) plus `cross_entropy` times
+    that of the true token, and over the depths a mean with weights `decay` ** m (FastMTP, arXiv
+    2509.18362).
+    """
+
+    distill: float = 1.0
+    cross_entropy: float = 0.0
+    decay: float = 0.8
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.distill >= 0, f"distill must be >= 0, got {self.distill}")
+        require(self.cross_entropy >= 0, f"cross_entropy must be >= 0, got {self.cross_entropy}")
+        require(
+            self.distill + self.cross_entropy > 0, "distill and cross_entropy must not both be 0"
+        )
+        require(0 < self.decay <= 1, f"decay must be in (0, 1], got {self.decay}")
+        require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
+
+    def depth_weights(self, num_modules: int) -> Float32[Array, " N"]:
+        weights = self.decay ** jnp.arange(num_modules, dtype=jnp.float32)
+        return weights / jnp.sum(weights)
+
+
+class Anchors(NamedTuple):
+    """Tokens to predict: the row of the position before each, the token, and how many tokens come
+    before it in its sequence (0: padding, nothing to predict).
+    """
+
+    row: Int32[Array, " A"]
+    token: Int32[Array, " A"]
+    index: Int32[Array, " A"]
+
+    def rows_of(self, num_modules: int) -> tuple[Int32[Array, "N A"], Bool[Array, "N A"]]:
+        """The row from which each module predicts each token, and whether it lies in its
+        sequence."""
+        back = 1 + jnp.arange(num_modules, dtype=jnp.int32)[:, None]
+        there = self.index - 1 - back >= 0
+        return jnp.where(there, self.row - back, 0), there
+
+
+class Sums(NamedTuple):
+    """Per module, over the tokens that it predicts: how many, the objective, the divergence, how
+    often both best tokens agree, and how likely a draft drawn from one distribution is accepted by
+    the other (the sum of the smaller probabilities; arXiv 2211.17192, section 3.2)."""
+
+    count: Float32[Array, " N"]
+    loss: Float32[Array, " N"]
+    divergence: Float32[Array, " N"]
+    agreement: Float32[Array, " N"]
+    overlap: Float32[Array, " N"]
+
+
+def distil(
+    model: Model,
+    objective: Objective,
+    states: Float[Array, "N A H"],
+    there: Bool[Array, "N A"],
+    target: Float[Array, "A H"],
+    token: Int32[Array, " A"],
+) -> tuple[Sums, Float[Array, "N A H"]]:
+    """The sums, and the derivatives of the summed objective of each module by its `states`.
+
+    `target` are the target's final states from which the tokens are drawn.
+    """
+    num_anchors = token.shape[0]
+    size = min(ANCHORS_AT_ONCE, num_anchors)
+    if num_anchors % size:
+        raise ValueError(f"anchors must be a multiple of {size}, got {num_anchors}")
+
+    def chunked(array: Array) -> Array:
+        """[N, A, ...] -> [chunks, N, size, ...]"""
+        split = array.reshape(array.shape[0], -1, size, *array.shape[2:])
+        return jnp.moveaxis(split, 1, 0)
+
+    def over_modules(chunk: tuple[Array, ...]) -> tuple[Sums, Array]:
+        states, there, target, token = chunk
+        logits = model.target.logits(target[0])
+        if objective.top_k:
+            least = jax.lax.top_k(logits, objective.top_k)[0][:, -1:]
+            logits = jnp.where(logits >= least, logits, -jnp.inf)
+        wanted = jax.nn.softmax(logits)
+        best = jnp.argmax(logits, axis=1)
+        entropy = -jnp.sum(jax.scipy.special.xlogy(wanted, wanted), axis=1)
+
+        def one(states: Array, there: Array) -> tuple[Array, Sums]:
+            got = jax.nn.log_softmax(model.target.logits(states))
+            divergence = -entropy - jnp.sum(wanted * got, axis=1)
+            surprise = -jnp.take_along_axis(got, token[0][:, None], axis=1)[:, 0]
+            loss = objective.distill * divergence + objective.cross_entropy * surprise
+            each = (
+                jnp.ones_like(loss),
+                loss,
+                divergence,
+                (jnp.argmax(got, axis=1) == best).astype(jnp.float32),
+                jnp.sum(jnp.minimum(wanted, jnp.exp(got)), axis=1),
+            )
+            sums = Sums(*(jnp.sum(jnp.where(there, value, 0.0)) for value in each))
+            return sums.loss, sums
+
+        def module(pair: tuple[Array, Array]) -> tuple[Sums, Array]:
+            (_, sums), derivatives = jax.value_and_grad(one, has_aux=True)(*pair)
+            return sums, derivatives
+
+        return jax.lax.map(module, (states, there))
+
+    chunks = (chunked(states), chunked(there), chunked(target[None]), chunked(token[None]))
+    sums, derivatives = jax.lax.map(over_modules, chunks)
+    whole = jnp.moveaxis(derivatives, 0, 1).reshape(states.shape)
+    return jax.tree.map(lambda values: jnp.sum(values, axis=0), sums), whole

@@ -1,0 +1,80 @@
+"""Teacher-forced states of target and modules are those of the oracle, for every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine.families import deepseek, glm, inkling, inkling_shared_norm, mimo_v2, step
+from engine.models import VOCAB, chain, chain_pre, hybrid, target_fed
+from flax import nnx
+from oracle import Oracle
+
+from mmtp_jax.models.model import assemble, model_graph, random_value
+from mmtp_jax.models.mtp import runs
+from mmtp_jax.specs import ModelConfig
+from mmtp_jax.speculative.module import module_logits
+from mmtp_jax.train.chain import PAGE, module_states, target_states
+
+TOLERANCE = 5e-5
+
+
+def text(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng([seed, length]).integers(0, VOCAB, length).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: chain(3),
+        lambda: chain_pre(2),
+        lambda: target_fed(2),
+        hybrid,
+        inkling,
+        inkling_shared_norm,
+        mimo_v2,
+        step,
+        deepseek,
+        glm,
+    ],
+    ids="chain chain_pre target_fed hybrid inkling shared_norm mimo_v2 step deepseek glm".split(),
+)
+def test_states_are_those_of_the_oracle(build: Callable[[], ModelConfig]) -> None:
+    config = build()
+    assert config.mtp is not None
+    graph = model_graph(config)
+    values = random_value(graph, 0, np.dtype(np.float32))
+    params = assemble(graph, values)
+    texts = np.stack([text(seed, PAGE) for seed in range(2)])
+
+    @jax.jit
+    def run(params: tuple[jax.Array, ...], tokens: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        model = graph.bind(params)
+        raw, normed = target_states(graph, model, tokens)
+        feed = raw if config.mtp.target_hidden == "pre" else normed
+        states = module_states(graph, model, tokens, feed)
+        modules = [
+            nnx.merge(module_graph, jax.tree.map(lambda leaf, depth=depth: leaf[depth], leaves))
+            for (_, count), stacked in zip(runs(config.mtp), model.mtp.runs, strict=True)
+            for module_graph, leaves in [nnx.split(stacked)]
+            for depth in range(count)
+        ]
+        logits = [module_logits(model, *pair) for pair in zip(modules, states, strict=True)]
+        return model.target.logits(normed), logits
+
+    target, modules = run(params, jnp.asarray(texts))
+    for index, tokens in enumerate(texts):
+        rows = slice(index * PAGE, (index + 1) * PAGE)
+        trace = Oracle(config, values).trace(tokens.tolist())
+        _same(target[rows], trace.logits)
+        for number, (found, module) in enumerate(zip(modules, trace.modules, strict=True)):
+            _same(found[rows][: PAGE - 1 - number], module.logits)
+
+
+def _same(found: jax.Array, wanted: np.ndarray) -> None:
+    assert found.shape == wanted.shape
+    error = np.max(np.abs(np.asarray(found, np.float64) - wanted))
+    assert error <= TOLERANCE * max(1.0, np.max(np.abs(wanted)))
