@@ -74,6 +74,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> Any:
     return group
 
 
+def add_modules_option(group: Any) -> None:
+    """Which modules to run beside the target."""
+    help = "folder of MTP modules trained for the model, instead of those that it ships"
+    option(group, "--speculative-model", metavar="DIR", help=help)
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """What model to run and how: groups model, engine, cache and speculation."""
     engine, cache = EngineConfig, CacheConfig
@@ -109,13 +115,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation")
     help = 'e.g. {"method": "mtp", "num_speculative_tokens": 3, "load_format": "dummy"}'
     option(group, "--speculative-config", type=_json_object, metavar="JSON", help=help)
-    help = "0 turns speculation off (default: one for every MTP module of the checkpoint)"
+    add_modules_option(group)
+    help = (
+        "0 turns speculation off (default: what the modules recommend, else one for each of the"
+        " checkpoint's)"
+    )
     option(group, "--num-speculative-tokens", type=int, help=help)
 
 
 def engine_config_of(args: argparse.Namespace) -> EngineConfig:
     """The configuration that parsed options ask for; `ConfigError` if it cannot work."""
-    speculative = _speculative(args.speculative_config, args.num_speculative_tokens)
+    speculative = _speculative(
+        args.speculative_config, args.num_speculative_tokens, args.speculative_model
+    )
     return engine_config(args.model, speculative, **{name: getattr(args, name) for name in _SAME})
 
 
@@ -149,11 +161,21 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _speculative(given: dict[str, Any] | None, count: int | None) -> dict[str, Any] | None:
-    """What --speculative-config and --num-speculative-tokens say together.
+def _speculative(
+    given: dict[str, Any] | None, count: int | None, model: str | None
+) -> dict[str, Any] | None:
+    """What --speculative-config, --num-speculative-tokens and --speculative-model say together.
 
     Raises `ConfigError` if they contradict each other.
     """
+    if model is not None:
+        given = given or {}
+        require(
+            given.get("model") in (None, model),
+            f"--speculative-model {model} contradicts the {given.get('model')} of"
+            " --speculative-config",
+        )
+        given = given | {"model": model}
     if count is None:
         return given
     given = given or {}

@@ -21,13 +21,17 @@ class SpeculativeConfig:
     """How to speculate. `num_speculative_tokens` None means one per module the checkpoint ships.
 
     Each module drafts one token; a checkpoint's only module may draft several (it is re-used on its
-    own output). `load_format="dummy"` builds `num_speculative_tokens` randomly initialised modules
-    for a checkpoint that ships none (or random weights for the ones it declares).
+    own output). `model` names a folder of modules that were trained for the target and are stored
+    apart (`mmtp_jax.modules`): they take the place of those that the checkpoint ships, and None
+    then means the number that they recommend. `load_format="dummy"` builds `num_speculative_tokens`
+    randomly initialised modules for a checkpoint that ships none (or random weights for the ones it
+    declares).
     """
 
     method: Literal["mtp"] | None = "mtp"
     num_speculative_tokens: int | None = None
     load_format: Literal["auto", "dummy"] = "auto"
+    model: str | None = None
     modules_in_checkpoint: int = 0
 
     def __post_init__(self) -> None:
@@ -36,6 +40,10 @@ class SpeculativeConfig:
         require(
             self.load_format in ("auto", "dummy"),
             f"load_format must be 'auto' or 'dummy', got {self.load_format!r}",
+        )
+        require(
+            self.model is None or self.load_format == "auto",
+            f"load_format 'dummy' makes random modules, so it cannot go with those of {self.model}",
         )
         k = self.num_speculative_tokens
         require(
@@ -64,8 +72,11 @@ class SpeculativeConfig:
         """True iff drafts come from more than one module (each module drafts one token)."""
         return self.method == "mtp" and self.num_modules > 1
 
-    def resolved(self, checkpoint: MTPConfig | None) -> SpeculativeConfig:
-        """This configuration for a checkpoint; `ConfigError` if it asks for more than there is."""
+    def resolved(
+        self, checkpoint: MTPConfig | None, recommended: int | None = None
+    ) -> SpeculativeConfig:
+        """This configuration for a checkpoint (and the number of drafts that its modules recommend,
+        if any); `ConfigError` if it asks for more than there is."""
         available = 0 if checkpoint is None else checkpoint.num_modules
         k = self.num_speculative_tokens
         if self.method is None:
@@ -78,9 +89,11 @@ class SpeculativeConfig:
                 " checkpoint; each module drafts one token (load_format 'dummy' gives random"
                 " modules)"
             )
+        if k is None:
+            k = available if recommended is None else recommended
         return replace(
             self,
-            num_speculative_tokens=available if k is None else k,
+            num_speculative_tokens=k,
             modules_in_checkpoint=available,
         )
 
@@ -167,6 +180,11 @@ class EngineConfig:
             f"tensor_parallel_size must be in [1, 64], got {self.tensor_parallel_size}",
         )
         require(0 <= self.seed < 2**31, f"seed must be in [0, 2**31), got {self.seed}")
+        require(
+            self.speculative.model is None or self.load_format == "auto",
+            "load_format 'dummy' makes a random target, for which no modules were trained: it"
+            f" cannot go with those of {self.speculative.model}",
+        )
 
 
 def engine_config(
@@ -182,7 +200,7 @@ def engine_config(
     if speculative is None:
         speculative = SpeculativeConfig()
     elif isinstance(speculative, Mapping):
-        known = {"method", "num_speculative_tokens", "load_format"}
+        known = {"method", "num_speculative_tokens", "load_format", "model"}
         for name in speculative:
             require(name in known, f"there is no speculative_config field {name!r}")
         speculative = SpeculativeConfig(**speculative)

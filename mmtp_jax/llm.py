@@ -45,7 +45,8 @@ class LLM:
 
     `model` is a known name, a directory, a .gguf file or a hub id. `speculative_config` is a
     `SpeculativeConfig` or a mapping with its fields; by default every MTP module the checkpoint
-    ships is used. The other keywords are the fields of `EngineConfig` and `CacheConfig`.
+    ships is used, or those that come with this package for a known name. The other keywords are
+    the fields of `EngineConfig` and `CacheConfig`.
 
     Raises `ConfigError` for values that cannot work and `ModelError` if the model cannot be loaded.
     Requests may come from any thread; `close` (or leaving a `with` block) stops the engine.

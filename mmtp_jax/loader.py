@@ -22,11 +22,13 @@ from mmtp_jax.models.model import (
     random_value,
 )
 from mmtp_jax.models.sharding import tensor_mesh
+from mmtp_jax.modules.checkpoint import ModuleCheckpoint, open_modules
+from mmtp_jax.modules.default import with_default_modules
+from mmtp_jax.modules.reader import ModelReader, target_only
 from mmtp_jax.progress import LoadingBar
 from mmtp_jax.specs import ModelConfig, MTPConfig
 from mmtp_jax.tokenizer import Tokenizer, load_tokenizer
 from mmtp_jax.weights.checkpoint import Checkpoint, open_checkpoint
-from mmtp_jax.weights.load import ParameterReader
 from mmtp_jax.weights.resolve import resolve_model
 
 
@@ -42,26 +44,32 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig, *, chat_template: str | None = None) -> LoadedModel:
-    """Load `config.model`; `chat_template` replaces the model's own (`ChatTemplateError` if it is
-    none).
+    """Load `config.model` and its modules; `chat_template` replaces the model's own
+    (`ChatTemplateError` if it is none).
 
     Raises `ModelError` if the model cannot be had or does not fit its description, `ConfigError` if
     the configuration asks for what the model does not offer.
     """
     warn_about_unused_gpu()
+    config = with_default_modules(config)
     checkpoint = open_checkpoint(
         resolve_model(config.model),
         config.hf_overrides,
         with_weights=config.load_format != "dummy",
     )
-    speculative = config.speculative.resolved(checkpoint.config.mtp)
+    described, modules, recommended = checkpoint.config, None, None
+    if config.speculative.model is not None:
+        modules = open_modules(config.speculative.model)
+        described = modules.beside(described)
+        recommended = modules.num_speculative_tokens
+    speculative = config.speculative.resolved(described.mtp, recommended)
     config = dataclasses.replace(config, speculative=speculative)
-    model = model_for(config, checkpoint.config)
+    model = model_for(config, described)
     graph = model_graph(model, tensor_mesh(config.tensor_parallel_size))
     dtype = parameter_dtype(config.dtype)
     max_model_len = _max_model_len(config, graph, dtype)
     tokenizer = load_tokenizer(checkpoint.tokenizer_source, chat_template)
-    params = _parameters(config, checkpoint, graph, dtype)
+    params = _parameters(config, checkpoint, modules, graph, dtype)
     return LoadedModel(config, graph, params, tokenizer, max_model_len)
 
 
@@ -71,6 +79,8 @@ def describe(loaded: LoadedModel) -> str:
     modules = f"{speculative.modules_in_checkpoint}"
     if speculative.load_format == "dummy":
         modules += " (random)"
+    elif speculative.model is not None:
+        modules += f" ({speculative.model})"
     return (
         f"model {config.model}, dtype {parameter_dtype(config.dtype)},"
         f" device {jax.devices()[0].device_kind}, MTP modules {modules},"
@@ -125,6 +135,7 @@ def _max_model_len(config: EngineConfig, graph: ModelGraph, dtype: np.dtype) -> 
 def _parameters(
     config: EngineConfig,
     checkpoint: Checkpoint,
+    modules: ModuleCheckpoint | None,
     graph: ModelGraph,
     dtype: np.dtype,
 ) -> Params:
@@ -133,9 +144,8 @@ def _parameters(
         return assemble(graph, random)
     model, shapes = graph.config, graph.shapes()
     if config.speculative.load_format == "dummy":  # random modules
-        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
-        model = dataclasses.replace(model, mtp=None)
-    reader = ParameterReader(checkpoint, model, shapes)
+        model, shapes = target_only(model, shapes)
+    reader = ModelReader(checkpoint, model, shapes, modules)
     dtypes = {name: leaf.dtype(dtype) for leaf in graph.leaves() for name in leaf.names}
     with LoadingBar(len(dtypes)) as bar:
 

@@ -104,6 +104,15 @@ def test_prefix_caching_and_the_other_name_of_the_memory_fraction() -> None:
             ('--speculative-config={"method": null}', "--num-speculative-tokens=0"),
             SpeculativeConfig(method=None, num_speculative_tokens=0),
         ),
+        (("--speculative-model=a/b",), SpeculativeConfig(model="a/b")),
+        (
+            ("--speculative-model=a/b", "--num-speculative-tokens=2"),
+            SpeculativeConfig(model="a/b", num_speculative_tokens=2),
+        ),
+        (
+            ('--speculative-config={"model": "a/b"}', "--speculative-model=a/b"),
+            SpeculativeConfig(model="a/b"),
+        ),
     ],
 )
 def test_speculation(arguments: tuple[str, ...], expected: SpeculativeConfig) -> None:
@@ -114,6 +123,8 @@ def test_speculation(arguments: tuple[str, ...], expected: SpeculativeConfig) ->
 def test_contradictory_speculation(given: str) -> None:
     with pytest.raises(ConfigError, match=r"--num-speculative-tokens 2 contradicts the [30] of"):
         config_of("--speculative-config", given, "--num-speculative-tokens=2")
+    with pytest.raises(ConfigError, match=r"--speculative-model a contradicts the b of"):
+        config_of('--speculative-config={"model": "b"}', "--speculative-model=a")
 
 
 @pytest.mark.parametrize(

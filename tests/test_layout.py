@@ -24,6 +24,7 @@ LAYERS: dict[str, int] = {
     "cache": 1,
     "families": 1,
     "models": 1,
+    "modules": 1,
     "sampling": 1,
     "speculative": 1,
     "tokenizer": 1,
@@ -32,8 +33,9 @@ LAYERS: dict[str, int] = {
     "loader": 2,
     "outputs": 2,
     "server": 3,
-    "training": 3,
     "bench": 4,
+    "export": 4,
+    "train": 4,
 }
 TOP = 4
 

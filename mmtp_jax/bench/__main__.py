@@ -13,7 +13,13 @@ from typing import Any
 
 import jax
 
-from mmtp_jax.arguments import Parser, add_model_options, one_line, option
+from mmtp_jax.arguments import (
+    Parser,
+    add_model_options,
+    add_modules_option,
+    one_line,
+    option,
+)
 from mmtp_jax.bench import report
 from mmtp_jax.bench.latency import WARM_UP_STEPS, Latency, LatencyOptions, latencies
 from mmtp_jax.bench.presets import ARCHITECTURES, NAMES, ModelOptions, loadable
@@ -119,6 +125,7 @@ def _model(arguments: argparse.Namespace) -> Iterator[ModelOptions]:
             seed=arguments.seed,
             hf_overrides=arguments.hf_overrides,
             tensor_parallel_size=arguments.tensor_parallel_size,
+            speculative_model=arguments.speculative_model,
         )
 
 
@@ -150,7 +157,7 @@ def _add_latency(commands: Any) -> None:
     default = LatencyOptions()
     text = "milliseconds per step and tokens per second of batches that decode"
     one = commands.add_parser("latency", help=text, description=f"{text}; {PRESETS}")
-    add_model_options(one)
+    add_modules_option(add_model_options(one))
     group = one.add_argument_group("measurement")
     several: dict[str, Any] = {"type": int, "nargs": "+"}
     help = "requests decoding at once; one engine each"
@@ -176,7 +183,7 @@ def _add_throughput(commands: Any) -> None:
     default = ThroughputOptions()
     text = "tokens and requests per second of many requests"
     one = commands.add_parser("throughput", help=text, description=f"{text}; {PRESETS}")
-    add_model_options(one)
+    add_modules_option(add_model_options(one))
     group = one.add_argument_group("measurement")
     for flag, value, help in (
         ("--num-prompts", default.num_prompts, "requests, all there at the start"),

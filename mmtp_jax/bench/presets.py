@@ -96,22 +96,30 @@ class ModelOptions:
     seed: int
     hf_overrides: dict[str, Any]
     tensor_parallel_size: int
+    speculative_model: str | None = None
 
     def load(self, num_speculative_tokens: int, *, max_model_len: int) -> LoadedModel:
-        """The model for an engine without a prefix cache; its modules are random if it ships
-        none."""
-        speculative = SpeculativeConfig(num_speculative_tokens=num_speculative_tokens)
-        if num_speculative_tokens and not self._ships_modules():
-            speculative = dataclasses.replace(speculative, load_format="dummy")
+        """The model for an engine without a prefix cache, with the modules of `speculative_model`
+        or its own; they are random if it ships none."""
+        random = bool(num_speculative_tokens) and not self._has_modules()
+        speculative = SpeculativeConfig(
+            num_speculative_tokens=num_speculative_tokens,
+            load_format="dummy" if random else "auto",
+            model=self.speculative_model,
+        )
+        options = dataclasses.asdict(self)
+        del options["speculative_model"]
         config = EngineConfig(
-            **dataclasses.asdict(self),
+            **options,
             max_model_len=max_model_len,
             cache=CacheConfig(enable_prefix_caching=False),
             speculative=speculative,
         )
         return load_model(config)
 
-    def _ships_modules(self) -> bool:
+    def _has_modules(self) -> bool:
+        if self.speculative_model is not None:
+            return True
         path, weights = resolve_model(self.model), self.load_format != "dummy"
         return open_checkpoint(path, self.hf_overrides, with_weights=weights).config.mtp is not None
 

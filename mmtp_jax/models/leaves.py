@@ -75,6 +75,11 @@ class Leaf:
             place[...] = value.reshape(place.shape)
         return whole
 
+    def parts(self, whole: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """The parameters by name: the inverse of `join`."""
+        for piece in self.pieces:
+            yield piece.name, whole[piece.place].reshape(piece.shape)
+
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _join(arrays: list[jax.Array], shape: tuple[int, ...], places: tuple[Place, ...]) -> jax.Array:
