@@ -1,21 +1,33 @@
-"""Progress bars on stderr, shown only on a terminal."""
+"""Progress on stderr: bars, shown only on a terminal."""
 
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 
 class _Bar:
-    def __init__(self, description: str, total: int | None, visible: bool) -> None:
+    def __init__(
+        self, description: str, total: int | None, visible: bool, *columns: ProgressColumn
+    ) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            *columns,
             TextColumn("{task.fields[note]}"),
             console=Console(stderr=True),
             transient=True,
@@ -65,3 +77,36 @@ class GenerationBar(_Bar):
     def update(self, tokens_per_step: float, finished: bool) -> None:
         note = f"{tokens_per_step:.2f} tokens per step"
         self._progress.update(self._task, advance=int(finished), note=note)
+
+
+class SamplesBar(_Bar):
+    """Samples drawn so far, with tokens per second and the time left; where there is no terminal,
+    a line for every shard of them."""
+
+    def __init__(self, total: int, *, visible: bool) -> None:
+        super().__init__("Generating", total, visible, TimeRemainingColumn())
+        self._lines = visible and self._progress.disable
+        self._total = total
+        self._samples = self._tokens = 0
+        self._start = time.perf_counter()
+
+    def update(self, samples: int, tokens: int) -> None:
+        """So many samples ended, and so many tokens came."""
+        self._samples += samples
+        self._tokens += tokens
+        self._progress.update(self._task, advance=samples, note=self._rate())
+
+    def shard_written(self, index: int, count: int) -> None:
+        """Shard `index` of `count` is on disk."""
+        if self._lines:
+            seconds = time.perf_counter() - self._start
+            left = (self._total - self._samples) * seconds / self._samples
+            print(
+                f"shard {index + 1} of {count}: {self._samples} of {self._total} samples,"
+                f" {self._rate()}, {left / 60:.1f} minutes left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _rate(self) -> str:
+        return f"{self._tokens / (time.perf_counter() - self._start):,.0f} tokens/s"

@@ -23,6 +23,14 @@ class Acceptance:
         self._by_drafted[drafted] += 1
         self._by_accepted[accepted if accepted < drafted else drafted] += 1
 
+    def add(self, other: Acceptance) -> None:
+        """Count what `other`, of as many drafts, counted."""
+        for own, more in (
+            (self._by_drafted, other._by_drafted),
+            (self._by_accepted, other._by_accepted),
+        ):
+            own[:] = [a + b for a, b in zip(own, more, strict=True)]
+
     @property
     def drafted(self) -> list[int]:
         """Drafts verified by position."""

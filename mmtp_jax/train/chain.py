@@ -22,10 +22,8 @@ from mmtp_jax.models.mtp import MTPModule, runs
 from mmtp_jax.models.rows import Rows, pack_rows
 from mmtp_jax.models.visit import Visit
 from mmtp_jax.speculative.module import run_module
+from mmtp_jax.train.options import PAGE
 from pallas_kernels._implementations import differentiable
-
-# Lengths of sequences are multiples of it.
-PAGE = 64
 
 
 def whole_rows(num_sequences: int, length: int, num_groups: int) -> Rows:
@@ -53,7 +51,7 @@ def target_states(
     graph: ModelGraph, model: Model, tokens: Int32[Array, "B S"]
 ) -> tuple[Float[Array, "T H"], Float[Array, "T H"]]:
     """The target's hidden states, before and after its final norm; without derivatives."""
-    rows = whole_rows(*tokens.shape, len(graph.layout.groups))
+    rows = whole_rows(tokens.shape[0], tokens.shape[1], len(graph.layout.groups))
     dtype = model.target.embed.weight[...].dtype
     pages = _pages(graph.layout, rows, dtype)
     raw, _ = model.target(tokens.reshape(-1), rows, rows.real, pages, graph.layout.target)
@@ -71,7 +69,7 @@ def module_states(
     """
     mtp = graph.config.mtp
     assert mtp is not None and model.mtp is not None
-    rows = whole_rows(*tokens.shape, len(graph.layout.groups))
+    rows = whole_rows(tokens.shape[0], tokens.shape[1], len(graph.layout.groups))
     states = []
     for (first, count), stacked in zip(runs(mtp), model.mtp.runs, strict=True):
         module_graph, params = nnx.split(stacked)

@@ -9,46 +9,17 @@ target's and stays as it is).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from mmtp_jax.checks import check_types, require
 from mmtp_jax.models.model import Model
+from mmtp_jax.train.options import Objective
 
 # Anchors whose logits exist at once.
 ANCHORS_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised: per predicted token `distill` times the Kullback-Leibler divergence from
-    the target's distribution (of its `top_k` best tokens; 0: of all) plus `cross_entropy` times
-    that of the true token, and over the depths a mean with weights `decay` ** m (FastMTP, arXiv
-    2509.18362).
-    """
-
-    distill: float = 1.0
-    cross_entropy: float = 0.0
-    decay: float = 0.8
-    top_k: int = 0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        require(self.distill >= 0, f"distill must be >= 0, got {self.distill}")
-        require(self.cross_entropy >= 0, f"cross_entropy must be >= 0, got {self.cross_entropy}")
-        require(
-            self.distill + self.cross_entropy > 0, "distill and cross_entropy must not both be 0"
-        )
-        require(0 < self.decay <= 1, f"decay must be in (0, 1], got {self.decay}")
-        require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
-
-    def depth_weights(self, num_modules: int) -> Float32[Array, " N"]:
-        weights = self.decay ** jnp.arange(num_modules, dtype=jnp.float32)
-        return weights / jnp.sum(weights)
 
 
 class Anchors(NamedTuple):
@@ -58,13 +29,13 @@ class Anchors(NamedTuple):
 
     row: Int32[Array, " A"]
     token: Int32[Array, " A"]
-    index: Int32[Array, " A"]
+    at: Int32[Array, " A"]
 
     def rows_of(self, num_modules: int) -> tuple[Int32[Array, "N A"], Bool[Array, "N A"]]:
         """The row from which each module predicts each token, and whether it lies in its
         sequence."""
         back = 1 + jnp.arange(num_modules, dtype=jnp.int32)[:, None]
-        there = self.index - 1 - back >= 0
+        there = self.at - 1 - back >= 0
         return jnp.where(there, self.row - back, 0), there
 
 
@@ -73,7 +44,7 @@ class Sums(NamedTuple):
     often both best tokens agree, and how likely a draft drawn from one distribution is accepted by
     the other (the sum of the smaller probabilities; arXiv 2211.17192, section 3.2)."""
 
-    count: Float32[Array, " N"]
+    tokens: Float32[Array, " N"]
     loss: Float32[Array, " N"]
     divergence: Float32[Array, " N"]
     agreement: Float32[Array, " N"]

@@ -13,13 +13,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float32, Int32
 
 from mmtp_jax.models.model import Model, ModelGraph, Params
 from mmtp_jax.train.chain import module_states, target_states
-from mmtp_jax.train.loss import Anchors, Objective, Sums, distil
+from mmtp_jax.train.loss import Anchors, Sums, distil
+from mmtp_jax.train.options import Objective
 
 DATA_AXIS = "data"
 
@@ -29,10 +31,10 @@ type Masters = tuple[Float32[Array, "..."], ...]
 class Batch(NamedTuple):
     """Sequences, and the tokens in them to predict, of each of D devices (see `Anchors`)."""
 
-    tokens: Int32[Array, "D B S"]
-    row: Int32[Array, "D A"]
-    token: Int32[Array, "D A"]
-    index: Int32[Array, "D A"]
+    tokens: Int32[Array | np.ndarray, "D B S"]
+    row: Int32[Array | np.ndarray, "D A"]
+    token: Int32[Array | np.ndarray, "D A"]
+    at: Int32[Array | np.ndarray, "D A"]
 
 
 class TrainState(NamedTuple):
@@ -48,7 +50,7 @@ def divide(graph: ModelGraph, params: Params) -> tuple[Params, Masters]:
     trained = _trained(graph)
     frozen = tuple(value for value, own in zip(params, trained, strict=True) if not own)
     masters = (value for value, own in zip(params, trained, strict=True) if own)
-    return frozen, tuple(value.astype(jnp.float32) for value in masters)
+    return frozen, tuple(jnp.array(value, jnp.float32) for value in masters)
 
 
 def unite(graph: ModelGraph, frozen: Params, masters: Masters) -> Params:
@@ -75,7 +77,7 @@ def derivatives(
     """Sums over the batch of one device (D = 1), and the derivatives of the summed objective."""
     mtp = graph.config.mtp
     assert mtp is not None
-    tokens, anchors = batch.tokens[0], Anchors(batch.row[0], batch.token[0], batch.index[0])
+    tokens, anchors = batch.tokens[0], Anchors(batch.row[0], batch.token[0], batch.at[0])
     model: Model = graph.bind(unite(graph, frozen, masters))
     with jax.named_scope("target"):
         raw, normed = target_states(graph, model, tokens)
@@ -90,8 +92,8 @@ def derivatives(
     states, pull = jax.vjp(states_of, masters)
     with jax.named_scope("loss"):
         sums, slope = distil(model, objective, states, there, normed[anchors.row], anchors.token)
-    weights = objective.depth_weights(mtp.num_modules)
-    (found,) = pull(slope * weights.astype(slope.dtype)[:, None, None])
+    weights = jnp.asarray(objective.depth_weights(mtp.num_modules), slope.dtype)
+    (found,) = pull(slope * weights[:, None, None])
     return sums, found
 
 
@@ -120,7 +122,7 @@ def train_step(
     @functools.partial(jax.jit, donate_argnums=1)
     def step(frozen: Params, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         sums, found = spread(frozen, state.masters, batch)
-        scale = 1.0 / jnp.maximum(sums.count[0], 1.0)
+        scale = 1.0 / jnp.maximum(sums.tokens[0], 1.0)
         found = jax.tree.map(lambda value: value * scale, found)
         updates, memory = optimizer.update(found, state.optimizer, state.masters)
         masters = optax.apply_updates(state.masters, updates)

@@ -17,7 +17,8 @@ from mmtp_jax.models.model import assemble, model_graph, random_value
 from mmtp_jax.models.mtp import runs
 from mmtp_jax.specs import ModelConfig
 from mmtp_jax.speculative.module import module_logits
-from mmtp_jax.train.chain import PAGE, module_states, target_states
+from mmtp_jax.train.chain import module_states, target_states
+from mmtp_jax.train.options import PAGE
 
 TOLERANCE = 5e-5
 

@@ -11,8 +11,8 @@ from engine.models import VOCAB, chain
 from mmtp_jax.checks import ConfigError
 from mmtp_jax.models.model import ModelGraph, Params, assemble, model_graph, random_value
 from mmtp_jax.train import loss
-from mmtp_jax.train.chain import PAGE, module_states, target_states
-from mmtp_jax.train.loss import Objective
+from mmtp_jax.train.chain import module_states, target_states
+from mmtp_jax.train.options import PAGE, Objective
 from mmtp_jax.train.step import Batch, Masters, derivatives, divide, unite
 
 MODULES = 2
@@ -50,7 +50,7 @@ def plain(
     for number in range(MODULES):
         drafted = model.target.logits(states[number]).reshape(*tokens.shape, VOCAB)
         sums = dict.fromkeys(found, jnp.float32(0))
-        for row, token, index in zip(batch.row[0], batch.token[0], batch.index[0], strict=True):
+        for row, token, index in zip(batch.row[0], batch.token[0], batch.at[0], strict=True):
             owner, at = int(row) // PAGE, int(index)
             if at - 2 - number < 0:
                 continue
@@ -61,7 +61,7 @@ def plain(
             p, q = jax.nn.softmax(wanted), jax.nn.softmax(drafted[owner, at - 2 - number])
             divergence = jnp.sum(p * (jnp.log(jnp.maximum(p, 1e-30)) - jnp.log(q)))
             surprise = -jnp.log(q[token])
-            sums["count"] += 1
+            sums["tokens"] += 1
             sums["divergence"] += divergence
             sums["loss"] += objective.distill * divergence + objective.cross_entropy * surprise
             sums["agreement"] += jnp.argmax(p) == jnp.argmax(q)
