@@ -81,6 +81,7 @@ def run_fit(args: argparse.Namespace) -> None:
     """Train as the arguments say."""
     from mmtp_jax.engine.programs import enable_compilation_cache
     from mmtp_jax.loader import load_model
+    from mmtp_jax.modules.checkpoint import open_modules
     from mmtp_jax.train.fit import check_data, fit
     from mmtp_jax.train.held_out import split
     from mmtp_jax.train.initial import with_new_modules
@@ -96,8 +97,11 @@ def run_fit(args: argparse.Namespace) -> None:
         "tensor_parallel_size must be 1: every device has its own sequences",
     )
     data = Dataset.open(*args.data)
-    start = None if args.start is None else str(args.start)
-    speculative = SpeculativeConfig(method="mtp" if start else None, model=start)
+    speculative, start = SpeculativeConfig(method=None), None
+    if args.start is not None:
+        start = str(args.start)
+        count = open_modules(start).config.num_modules
+        speculative = SpeculativeConfig(model=start, num_speculative_tokens=count)
     config = EngineConfig(
         model=args.model,
         dtype=args.dtype,
