@@ -73,38 +73,64 @@ def distil(
         split = array.reshape(array.shape[0], -1, size, *array.shape[2:])
         return jnp.moveaxis(split, 1, 0)
 
-    def over_modules(chunk: tuple[Array, ...]) -> tuple[Sums, Array]:
+    def of_chunk(chunk: tuple[Array, ...]) -> tuple[Sums, Array]:
         states, there, target, token = chunk
-        logits = model.target.logits(target[0])
+        wanted = _Wanted.by(model, objective, target[0], token[0])
+        return jax.lax.map(
+            lambda pair: _of_module(model, objective, wanted, *pair), (states, there)
+        )
+
+    chunks = (chunked(states), chunked(there), chunked(target[None]), chunked(token[None]))
+    sums, derivatives = jax.lax.map(of_chunk, chunks)
+    whole = jnp.moveaxis(derivatives, 0, 1).reshape(states.shape)
+    return jax.tree.map(lambda values: jnp.sum(values, axis=0), sums), whole
+
+
+class _Wanted(NamedTuple):
+    """What modules should draft for some anchors: the target's distribution, with its entropy and
+    its best token, and the token that the text has there."""
+
+    probability: Float32[Array, "A V"]
+    entropy: Float32[Array, " A"]
+    best: Int32[Array, " A"]
+    token: Int32[Array, " A"]
+
+    @staticmethod
+    def by(
+        model: Model, objective: Objective, target: Float[Array, "A H"], token: Int32[Array, " A"]
+    ) -> _Wanted:
+        logits = model.target.logits(target)
         if objective.top_k:
             least = jax.lax.top_k(logits, objective.top_k)[0][:, -1:]
             logits = jnp.where(logits >= least, logits, -jnp.inf)
-        wanted = jax.nn.softmax(logits)
-        best = jnp.argmax(logits, axis=1)
-        entropy = -jnp.sum(jax.scipy.special.xlogy(wanted, wanted), axis=1)
+        probability = jax.nn.softmax(logits)
+        entropy = -jnp.sum(jax.scipy.special.xlogy(probability, probability), axis=1)
+        return _Wanted(probability, entropy, jnp.argmax(logits, axis=1).astype(jnp.int32), token)
 
-        def one(states: Array, there: Array) -> tuple[Array, Sums]:
-            got = jax.nn.log_softmax(model.target.logits(states))
-            divergence = -entropy - jnp.sum(wanted * got, axis=1)
-            surprise = -jnp.take_along_axis(got, token[0][:, None], axis=1)[:, 0]
-            loss = objective.distill * divergence + objective.cross_entropy * surprise
-            each = (
-                jnp.ones_like(loss),
-                loss,
-                divergence,
-                (jnp.argmax(got, axis=1) == best).astype(jnp.float32),
-                jnp.sum(jnp.minimum(wanted, jnp.exp(got)), axis=1),
-            )
-            sums = Sums(*(jnp.sum(jnp.where(there, value, 0.0)) for value in each))
-            return sums.loss, sums
 
-        def module(pair: tuple[Array, Array]) -> tuple[Sums, Array]:
-            (_, sums), derivatives = jax.value_and_grad(one, has_aux=True)(*pair)
-            return sums, derivatives
-
-        return jax.lax.map(module, (states, there))
-
-    chunks = (chunked(states), chunked(there), chunked(target[None]), chunked(token[None]))
-    sums, derivatives = jax.lax.map(over_modules, chunks)
-    whole = jnp.moveaxis(derivatives, 0, 1).reshape(states.shape)
-    return jax.tree.map(lambda values: jnp.sum(values, axis=0), sums), whole
+def _of_module(
+    model: Model,
+    objective: Objective,
+    wanted: _Wanted,
+    states: Float[Array, "A H"],
+    there: Bool[Array, " A"],
+) -> tuple[Sums, Float[Array, "A H"]]:
+    """One module's sums, and the derivatives of its objective."""
+    logits, pull = jax.vjp(model.target.logits, states)
+    got = jax.nn.log_softmax(logits)
+    drafted = jnp.exp(got)
+    true = wanted.token[:, None] == jnp.arange(got.shape[1])
+    divergence = -wanted.entropy - jnp.sum(wanted.probability * got, axis=1)
+    surprise = -jnp.sum(jnp.where(true, got, 0.0), axis=1)
+    each = (
+        jnp.ones_like(divergence),
+        objective.distill * divergence + objective.cross_entropy * surprise,
+        divergence,
+        (jnp.argmax(got, axis=1) == wanted.best).astype(jnp.float32),
+        jnp.sum(jnp.minimum(wanted.probability, drafted), axis=1),
+    )
+    # By the logits, both terms have the derivative "what is drafted less what is wanted".
+    slope = objective.distill * (drafted - wanted.probability)
+    slope += objective.cross_entropy * (drafted - true)
+    (derivatives,) = pull(jnp.where(there[:, None], slope, 0.0))
+    return Sums(*(jnp.sum(jnp.where(there, value, 0.0)) for value in each)), derivatives
