@@ -40,9 +40,17 @@ def ragged_paged_attention(
         )
     each, group = num_rows // num_requests, num_heads // num_kv_heads
 
+    key = jnp.arange(page_table.shape[1] * k_pages.shape[2])
+    position = (kv_lens - each)[:, None] + jnp.arange(each)  # [B, each]
+    distance = position[:, :, None] - key  # [B, each, S]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    seen = jnp.any(visible, axis=1)[:, :, None, None]
+
     def gathered(pages: Array) -> Float[Array, "B S Hkv X"]:
         by_page = pages[layer, page_table]
-        return by_page.reshape(num_requests, -1, *pages.shape[3:])
+        return jnp.where(seen, by_page.reshape(num_requests, -1, *pages.shape[3:]), 0)
 
     def by_request(rows: Array) -> Float[Array, "B each Hkv group X"]:
         return rows.reshape(num_requests, each, num_kv_heads, group, -1)
@@ -52,8 +60,6 @@ def ragged_paged_attention(
     scores = scale * jnp.einsum(
         "bqhgd,bshd->bhgqs", by_request(q), keys, preferred_element_type=jnp.float32
     )
-    position = (kv_lens - each)[:, None] + jnp.arange(each)  # [B, each]
-    distance = position[:, :, None] - jnp.arange(keys.shape[1])  # [B, each, S]
     if rel_rows is not None and rel_table is not None:
         extent = rel_table.shape[1]
         bias = jnp.einsum("bqhgr,re->bhgqe", by_request(rel_rows), rel_table.astype(rel_rows.dtype))
@@ -62,9 +68,6 @@ def ragged_paged_attention(
         scores += jnp.where((distance < extent)[:, None, None], near, 0.0)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
     scores = jnp.where(visible[:, None, None], scores, _LOWEST)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, num_kv_heads, group, 1, 1)

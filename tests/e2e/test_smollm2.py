@@ -115,11 +115,12 @@ def run_with_logits(
     return list(tokens.values()), kept
 
 
-def assert_same_bits(num_modules: int, prompts: tuple[str, ...], max_tokens: int) -> None:
+def assert_same_bits(
+    plain_llm: LLM, num_modules: int, prompts: tuple[str, ...], max_tokens: int
+) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     sampled = SamplingParams(temperature=1.0, max_tokens=max_tokens)
-    with load(smollm2_path(), 0) as llm:
-        plain = [run_with_logits(llm, prompts, params) for params in (greedy, sampled)]
+    plain = [run_with_logits(plain_llm, prompts, params) for params in (greedy, sampled)]
     with load(smollm2_path(), num_modules) as llm:
         for params, (tokens, rows) in zip((greedy, sampled), plain, strict=True):
             spec_tokens, spec_rows = run_with_logits(llm, prompts, params)
@@ -154,11 +155,11 @@ def test_rows_left_permuted_do_not_give_the_answer(monkeypatch: pytest.MonkeyPat
     assert output.token_ids[0] == END_OF_TURN
 
 
-def test_speculation_changes_no_bit_on_a_few_prompts() -> None:
-    assert_same_bits(3, PROMPTS[:3], max_tokens=6)
+def test_speculation_changes_no_bit_on_a_few_prompts(plain_llm: LLM) -> None:
+    assert_same_bits(plain_llm, 3, PROMPTS[:3], max_tokens=6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_modules", [1, 3, 8])
-def test_speculation_changes_no_bit(num_modules: int) -> None:
-    assert_same_bits(num_modules, PROMPTS, max_tokens=24)
+def test_speculation_changes_no_bit(plain_llm: LLM, num_modules: int) -> None:
+    assert_same_bits(plain_llm, num_modules, PROMPTS, max_tokens=24)

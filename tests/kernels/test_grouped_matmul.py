@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pallas_kernels.aot import on_h200
 from pallas_kernels.grouped_matmul import grouped_matmul
 
-IMPLEMENTATIONS = ("triton", "xla", "reference")
+IMPLEMENTATIONS = ("triton", "xla", "reference", "differentiable")
 ROWS, GROUPS, INNER, OUTER = 70, 5, 24, 10
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
 
@@ -117,7 +117,7 @@ def test_accumulation_is_float32() -> None:
 
 def test_an_unknown_implementation_is_refused() -> None:
     rows, matrices = (jnp.asarray(array) for array in make("float32"))
-    with pytest.raises(ValueError, match=r"must be one of .*xla, reference, got 'cuda'"):
+    with pytest.raises(ValueError, match=r"must be one of .*xla, reference, differentiable, got 'cuda'"):
         grouped_matmul(rows, matrices, jnp.zeros(GROUPS, jnp.int32), implementation="cuda")
 
 

@@ -191,12 +191,18 @@ def test_two_names_and_a_busy_port(begin: Callable[..., Server], model: Path) ->
             assert answer.json()["model"] == name
 
 
+# What is wrong is found before the engine starts, and in it; the slow ones are like one of these.
 WRONG = [
     (("--model=/nowhere/model.gguf",), "/nowhere/model.gguf"),
-    (("--num-speculative-tokens=3",), "num_speculative_tokens=3 exceeds the 0 MTP module"),
-    (("--max-model-len=1000",), "max_model_len must be <= 512"),
     (("--max-model-len=512", "--num-pages=4"), "num_pages must be >="),
-    (("--chat-template={% if %}",), "not valid jinja"),
+    *(
+        pytest.param(arguments, message, marks=pytest.mark.slow)
+        for arguments, message in (
+            (("--num-speculative-tokens=3",), "num_speculative_tokens=3 exceeds the 0 MTP module"),
+            (("--max-model-len=1000",), "max_model_len must be <= 512"),
+            (("--chat-template={% if %}",), "not valid jinja"),
+        )
+    ),
 ]
 
 

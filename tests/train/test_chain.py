@@ -27,21 +27,24 @@ def text(seed: int, length: int) -> np.ndarray:
     return np.random.default_rng([seed, length]).integers(0, VOCAB, length).astype(np.int32)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: chain(3),
-        lambda: chain_pre(2),
-        lambda: target_fed(2),
-        hybrid,
-        inkling,
-        inkling_shared_norm,
-        mimo_v2,
-        step,
-        deepseek,
-        glm,
+        pytest.param(lambda: chain(3), id="chain"),
+        pytest.param(lambda: chain_pre(2), id="chain_pre"),
+        pytest.param(lambda: target_fed(2), id="target_fed"),
+        pytest.param(hybrid, id="hybrid"),
+        pytest.param(inkling, id="inkling"),
+        # What these have beside the others is little.
+        pytest.param(inkling_shared_norm, id="shared_norm", marks=SLOW),
+        pytest.param(mimo_v2, id="mimo_v2", marks=SLOW),
+        pytest.param(step, id="step", marks=SLOW),
+        pytest.param(deepseek, id="deepseek", marks=SLOW),
+        pytest.param(glm, id="glm", marks=SLOW),
     ],
-    ids="chain chain_pre target_fed hybrid inkling shared_norm mimo_v2 step deepseek glm".split(),
 )
 def test_states_are_those_of_the_oracle(build: Callable[[], ModelConfig]) -> None:
     config = build()

@@ -11,7 +11,7 @@ from models_for_tests import write_tiny_llama
 from mmtp_jax.modules.checkpoint import open_modules
 from mmtp_jax.train.__main__ import main
 
-ENGINE = ["--max-num-seqs=4", "--max-num-batched-tokens=16", "--page-size=4", "--num-pages=128"]
+ENGINE = "--max-num-seqs=4 --max-num-batched-tokens=16 --row-multiple=16 --num-pages=65".split()
 FIT = "--batch-tokens=256 --num-modules=2 --steps=4 --warmup=1 --log-every=2 --held-out=2".split()
 
 

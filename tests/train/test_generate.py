@@ -155,6 +155,7 @@ def test_the_engine_is_full_across_shards(tmp_path: Path, monkeypatch: pytest.Mo
     assert last > 0.8 * len(running)
 
 
+@pytest.mark.slow
 def test_speculation_draws_the_same_text(tmp_path: Path) -> None:
     with_modules = tiny_model()
     without = load_tiny(PLAIN)
