@@ -20,7 +20,7 @@ from mmtp_jax.train.options import BatchOptions, NewModules
 from mmtp_jax.train.shards import Dataset
 
 # Samples that the projections are fitted to.
-_FITTED_TO = 1024
+_FITTED_TO = 256
 
 
 def with_new_modules(

@@ -117,7 +117,7 @@ def test_accumulation_is_float32() -> None:
 
 def test_an_unknown_implementation_is_refused() -> None:
     rows, matrices = (jnp.asarray(array) for array in make("float32"))
-    with pytest.raises(ValueError, match=r"must be one of .*xla, reference, differentiable, got 'cuda'"):
+    with pytest.raises(ValueError, match=r"reference, differentiable, got 'cuda'"):
         grouped_matmul(rows, matrices, jnp.zeros(GROUPS, jnp.int32), implementation="cuda")
 
 
