@@ -7,6 +7,7 @@ function of the data, the options and the seed alone: training can go on anywher
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from mmtp_jax.train.loss import ANCHORS_AT_ONCE
 from mmtp_jax.train.options import PAGE, BatchOptions
 from mmtp_jax.train.shards import Dataset
 from mmtp_jax.train.step import Batch
+
+# Share of all tokens below which a length of sequences is given up.
+_RARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -37,17 +41,29 @@ def padded_length(length: int) -> int:
     return size
 
 
+def _few(padded: np.ndarray) -> np.ndarray:
+    """The same lengths, where those that hold few of all tokens are the next longer one: each takes
+    a program of its own."""
+    lengths = np.unique(padded)
+    least = _RARE * float(padded.sum())
+    for shorter, longer in itertools.pairwise(lengths):
+        now = padded == shorter
+        if now.sum() * shorter < least:
+            padded = np.where(now, longer, padded)
+    return padded
+
+
 class Batches:
     """The samples `chosen` of a data set, for so many devices; `ConfigError` if one is too long."""
 
     def __init__(
         self, data: Dataset, chosen: Sequence[int] | np.ndarray, options: BatchOptions, devices: int
     ) -> None:
-        self._data, self._options, self._devices = data, options, devices
+        self._data, self._options, self.devices = data, options, devices
         self._chosen = np.asarray(chosen, np.int64)
         require(len(self._chosen) > 0, "there are no samples to train on")
         lengths = data.lengths[self._chosen]
-        self._padded = np.array([padded_length(int(length)) for length in lengths])
+        self._padded = _few(np.array([padded_length(int(length)) for length in lengths]))
         longest = int(self._padded.max())
         require(
             longest <= options.batch_tokens,
@@ -61,7 +77,9 @@ class Batches:
             mean = float(responses[self._padded == length].mean())
             # A batch of long responses has fewer sequences rather than all more room.
             wanted = min(max(int(1.05 * mean * sequences), length), sequences * length)
-            anchors = -(-wanted // ANCHORS_AT_ONCE) * ANCHORS_AT_ONCE
+            # Few are not padded to as many as have logits at once: on a CPU those cost the most.
+            unit = ANCHORS_AT_ONCE if wanted > ANCHORS_AT_ONCE else PAGE
+            anchors = -(-wanted // unit) * unit
             self._shapes[length] = Shape(sequences, length, anchors)
 
     @property
@@ -76,9 +94,9 @@ class Batches:
         batches = []
         for length, shape in self._shapes.items():
             parts = list(self._parts(order[self._padded[order] == length], shape))
-            for first in range(0, len(parts), self._devices):
-                batch = parts[first : first + self._devices]
-                batch += [[] for _ in range(self._devices - len(batch))]
+            for first in range(0, len(parts), self.devices):
+                batch = parts[first : first + self.devices]
+                batch += [[] for _ in range(self.devices - len(batch))]
                 batches.append((shape, batch))
         return [batches[index] for index in rng.permutation(len(batches))]
 

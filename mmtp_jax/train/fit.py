@@ -10,6 +10,7 @@ import dataclasses
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mmtp_jax.checks import require
 from mmtp_jax.models.model import ModelGraph, Params
 from mmtp_jax.modules.checkpoint import save_modules
 from mmtp_jax.specs import ModelConfig
-from mmtp_jax.train.batches import Batches
+from mmtp_jax.train.batches import Batches, Shape
 from mmtp_jax.train.drafts import Drafts
 from mmtp_jax.train.held_out import Split, progress
 from mmtp_jax.train.loss import Sums
@@ -73,12 +74,15 @@ def fit(
     frozen, masters = jax.device_put(divide(graph, params), everywhere)
     state = TrainState(jnp.int32(0), masters, optimizer.init(masters))
     state = saves.latest(jax.device_put(state, everywhere))
-    step = train_step(graph, objective, optimizer, mesh)
     drafts = Drafts(graph)
+    first = int(state.step)
     say(
         f"{len(parts.trained)} samples to train on, {len(parts.held_out)} held out;"
-        f" {total} steps on {mesh.size} device(s), from step {int(state.step)}"
+        f" {total} steps on {mesh.size} device(s), from step {first}"
     )
+    placed = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    step = train_step(graph, objective, optimizer, mesh)
+    programs = _compiled(step, frozen, state, batches, placed) if first < total else {}
 
     def look() -> dict[str, Any]:
         """How held-out samples are drafted now."""
@@ -91,9 +95,8 @@ def fit(
 
     sums: list[Sums] = []
     begin = time.perf_counter()
-    placed = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
-    for number, batch in _from(batches, int(state.step), total):
-        state, found = step(frozen, state, jax.device_put(batch, placed))
+    for number, shape, batch in _from(batches, first, total):
+        state, found = programs[shape](frozen, state, jax.device_put(batch, placed))
         sums.append(found)
         done = number + 1
         if done % options.log_every == 0 or done == total:
@@ -153,13 +156,29 @@ def _optimizer(options: FitOptions, total: int) -> optax.GradientTransformation:
     )
 
 
-def _from(batches: Batches, first: int, total: int) -> Iterator[tuple[int, Batch]]:
-    """The batches of the steps from `first` on, with their numbers."""
+def _compiled(
+    step: Any, frozen: Params, state: TrainState, batches: Batches, placed: NamedSharding
+) -> dict[Shape, Any]:
+    """The step for every shape of a batch, compiled side by side."""
+
+    def compiled(shape: Shape) -> Any:
+        batch = batches.load(shape, [[]] * batches.devices)
+        described = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed), batch
+        )
+        return step.lower(frozen, state, described).compile()
+
+    with ThreadPoolExecutor(len(batches.shapes)) as pool:
+        return dict(zip(batches.shapes, pool.map(compiled, batches.shapes), strict=True))
+
+
+def _from(batches: Batches, first: int, total: int) -> Iterator[tuple[int, Shape, Batch]]:
+    """The batches of the steps from `first` on, with their numbers and shapes."""
     number = epoch = 0
     while number < total:
         for shape, parts in batches.epoch(epoch):
             if first <= number < total:
-                yield number, batches.load(shape, parts)
+                yield number, shape, batches.load(shape, parts)
             number += 1
         epoch += 1
 

@@ -93,6 +93,15 @@ def test_padded_lengths() -> None:
         assert padded % 64 == 0
 
 
+def test_rare_lengths_are_padded_to_the_next() -> None:
+    data = dataset([(10, 20)] * 2 + [(10, 90)] + [(40, 140)] * 100 + [(60, 300)])
+    batches = Batches(data, range(104), BatchOptions(1024), 1)
+    # Two of 64, then three of 128 among 20,000 tokens; the longest stay what they are.
+    assert [shape.length for shape in batches.shapes] == [192, 384]
+    seen = [sample for _, parts in batches.epoch(0) for sample in parts[0]]
+    assert sorted(seen) == list(range(104))
+
+
 def test_capacities_suit_the_responses() -> None:
     data = dataset([(40, 20)] * 600)
     (shape,) = Batches(data, range(600), BatchOptions(32768), 1).shapes
