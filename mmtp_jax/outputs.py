@@ -23,6 +23,8 @@ class CompletionOutput:
     the previous output of the same stream. A stop token is in `token_ids` but not in `text`.
     `stop_reason` is the stop string or stop token id that ended it (None for the model's own
     end-of-sequence token). Drafts at and past the token that ended it do not count in `acceptance`.
+    `step_sizes` are the tokens that each step emitted: of n tokens the first n - 1 are accepted
+    drafts of the modules 0 to n - 2, and the last is the target's own.
     """
 
     index: int
@@ -32,9 +34,14 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     acceptance: Acceptance
-    num_steps: int
+    step_sizes: tuple[int, ...]
     new_text: str = ""
     new_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Verifications that it took."""
+        return len(self.step_sizes)
 
     @property
     def tokens_per_step(self) -> float:
@@ -105,7 +112,7 @@ class Sample:
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    num_steps: int = 0
+    step_sizes: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
@@ -126,7 +133,6 @@ class Sample:
         """Add a step's tokens; True if a stop string ended the sample, which the engine cannot
         know.
         """
-        self.num_steps += 1
         self.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
@@ -145,6 +151,7 @@ class Sample:
             if by_string:
                 reason = "stop"
                 break
+        self.step_sizes.append(taken)
         self.finish_reason = reason
         if reason == "length" and self._decoder is not None:
             self.text += self._decoder.finish()
@@ -186,7 +193,7 @@ class Sample:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             acceptance=copy.deepcopy(self.acceptance),
-            num_steps=self.num_steps,
+            step_sizes=tuple(self.step_sizes),
             new_text=new_text,
             new_token_ids=tuple(new_tokens),
         )

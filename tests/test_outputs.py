@@ -139,6 +139,7 @@ def test_stop_strings_end_at_the_same_character_however_tokens_arrive(
     # Each step emits its accepted drafts and one more token; those past the end never count.
     counts = final.acceptance
     assert len(final.token_ids) == final.num_steps + sum(counts.accepted)
+    assert len(final.token_ids) == sum(final.step_sizes)
     ended_by_stop = final.finish_reason == "stop"
     steps_with_all_drafts = final.num_steps - ended_by_stop
     assert sum(counts.drafted) - sum(counts.accepted) <= MODULES * steps_with_all_drafts
@@ -203,11 +204,11 @@ def test_drafts_past_a_stop_string_do_not_count_when_a_stop_token_follows(
     """Both ends fall into one step: the string comes first and decides."""
     params = SamplingParams(stop="b", max_tokens=30)
     tokens = [*tokenizer.encode("aba"), EOS]
-    sample, outputs = feed(tokenizer, params, tokens, "stop", [4])
+    _, outputs = feed(tokenizer, params, tokens, "stop", [4])
     (output,) = outputs
     assert (output.text, output.stop_reason, output.finish_reason) == ("a", "b", "stop")
     assert (output.acceptance.drafted, output.acceptance.accepted) == ([1, 0, 0], [1, 0, 0])
-    assert sample.num_steps == 1
+    assert output.step_sizes == (2,)
 
 
 @pytest.mark.parametrize("with_tokenizer", [True, False])

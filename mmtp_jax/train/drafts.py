@@ -90,9 +90,11 @@ def _hits(
         logits = model.target.logits(states)
         return sample(logits, sampling, slot, at, tokens) == token
 
+    size = min(ANCHORS_AT_ONCE, anchors.row.shape[0])
+
     def of_module(states: Array) -> Bool[Array, " A"]:
         pieces = jax.tree.map(
-            lambda array: array.reshape(-1, ANCHORS_AT_ONCE, *array.shape[1:]),
+            lambda array: array.reshape(-1, size, *array.shape[1:]),
             (states, *anchors),
         )
         return jax.lax.map(chosen, pieces).reshape(-1)

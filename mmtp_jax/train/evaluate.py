@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from jaxtyping import Bool
 
 from mmtp_jax.checks import require
 from mmtp_jax.engine.stats import Acceptance
@@ -95,12 +96,15 @@ def _evaluation(
     )
 
 
-def _expected(
+def output_hits(
+    drafts: Drafts,
+    loaded: LoadedModel,
     outputs: Sequence[RequestOutput],
     params: Sequence[SamplingParams],
-    loaded: LoadedModel,
-    drafts: Drafts,
-) -> tuple[float, ...]:
+) -> Iterator[tuple[int, Bool[np.ndarray, "N L"]]]:
+    """Of every output (in any order), its place in `outputs` and whether each module's draft is the
+    token at each index of prompt and text. `params` are those that the engine was given, with their
+    seeds."""
     config = loaded.graph.config
     texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
     data = Dataset(
@@ -116,8 +120,18 @@ def _expected(
             for one, prompt in zip(params, data.prompt_lengths, strict=True)
         ]
     )
-    by_drafts = [Acceptance(number) for number in range(1, config.num_modules + 1)]
-    for place, hits in drafts.hits(loaded.params, data, range(len(texts)), rows):
+    return drafts.hits(loaded.params, data, range(len(texts)), rows)
+
+
+def _expected(
+    outputs: Sequence[RequestOutput],
+    params: Sequence[SamplingParams],
+    loaded: LoadedModel,
+    drafts: Drafts,
+) -> tuple[float, ...]:
+    modules = range(1, loaded.graph.config.num_modules + 1)
+    by_drafts = [Acceptance(number) for number in modules]
+    for place, hits in output_hits(drafts, loaded, outputs, params):
         output = outputs[place]
         stopped = output.finish_reason == "stop"
         for acceptance in by_drafts:
