@@ -70,8 +70,15 @@ def test_llama_with_modules_apart_in_float32(llama: Path, modules: Path, tmp_pat
     assert len(biases) == 3 * (2 + MODULES) and not any(found[name].any() for name in biases)
     for name, value in values.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.slow
+def test_exported_models_have_the_same_logits(llama: Path, modules: Path, tmp_path: Path) -> None:
+    """As they must, having the same parameters and biases of zero."""
+    export_mimo(tmp_path / "out", config_for(llama, modules))
+    apart = load(llama, {"model": str(modules), "num_speculative_tokens": MODULES})
     text, logits = scores(apart)
-    again, exported = scores(back)
+    again, exported = scores(load(tmp_path / "out"))
     assert text == again
     for name, value in logits.items():
         np.testing.assert_allclose(exported[name], value, atol=1e-5, rtol=0, err_msg=name)

@@ -74,8 +74,20 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ATTENTION)
+# In float32, these stand for the others.
+WIDE = ("64", "128", "576/512")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in ATTENTION),
+        *(
+            pytest.param(name, "float32", marks=() if name in WIDE else pytest.mark.slow)
+            for name in ATTENTION
+        ),
+    ],
+)
 def test_attention(name: str, dtype: str) -> None:
     """All of them in one program, each compiled by itself."""
     case = ATTENTION[name]

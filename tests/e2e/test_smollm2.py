@@ -145,6 +145,7 @@ def test_known_answer(plain_llm: LLM) -> None:
     assert output.text.startswith("Gravity is a fundamental concept in physics")
 
 
+@pytest.mark.slow
 def test_rows_left_permuted_do_not_give_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """llama GGUF files store q and k rows for interleaved rotation; reading them as they are breaks
     the model at once, so `test_known_answer` proves the mapping."""
