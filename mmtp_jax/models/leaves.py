@@ -75,7 +75,7 @@ class Leaf:
             place[...] = value.reshape(place.shape)
         return whole
 
-    def parts(self, whole: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    def parts[A: (np.ndarray, jax.Array)](self, whole: A) -> Iterator[tuple[str, A]]:
         """The parameters by name: the inverse of `join`."""
         for piece in self.pieces:
             yield piece.name, whole[piece.place].reshape(piece.shape)

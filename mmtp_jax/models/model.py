@@ -81,11 +81,8 @@ class ModelGraph:
 
     def values(self, params: Params) -> dict[str, jax.Array]:
         """The parameters by flat name, as checkpoints know them: what `assemble` was given."""
-        return {
-            piece.name: value[piece.place].reshape(piece.shape)
-            for leaf, value in zip(self.leaves(), params, strict=True)
-            for piece in leaf.pieces
-        }
+        leaves = zip(self.leaves(), params, strict=True)
+        return dict(part for leaf, value in leaves for part in leaf.parts(value))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Flat name -> shape of every value a checkpoint has to provide."""
