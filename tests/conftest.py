@@ -66,6 +66,11 @@ LONGEST = (
     "server/test_lifecycle.py",
     "bench/test_command.py",
     "server/test_stress.py",
+    "train/test_commands.py",
+    "train/test_fit.py",
+    "notebooks/test_notebooks.py",
+    "train/test_chain.py",
+    "modules/test_loading.py",
     "test_llm.py",
     "test_structured.py",
 )
