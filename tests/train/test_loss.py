@@ -34,7 +34,7 @@ def batch(seed: int = 0) -> Batch:
     index = [index for _, index in places]
     padding = -len(places) % 8
     arrays = [np.pad(np.array(array, np.int32), (0, padding)) for array in (row, token, index)]
-    return Batch(*(jnp.asarray(array)[None] for array in (tokens, *arrays)))
+    return Batch(*(array[None] for array in (tokens, *arrays)))
 
 
 def plain(
@@ -42,7 +42,7 @@ def plain(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The weighted sum over depths, and each depth's sums."""
     model = graph.bind(unite(graph, frozen, masters))
-    tokens = batch.tokens[0]
+    tokens = jnp.asarray(batch.tokens[0])
     raw, normed = target_states(graph, model, tokens)
     states = module_states(graph, model, tokens, raw)
     logits = model.target.logits(normed).reshape(*tokens.shape, VOCAB)
@@ -80,9 +80,12 @@ def test_sums_and_derivatives(objective: Objective, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(loss, "ANCHORS_AT_ONCE", 8)
     graph, params = built()
     frozen, masters = divide(graph, params)
-    sums, found = derivatives(graph, objective, frozen, masters, batch())
-    (_, wanted), slopes = jax.value_and_grad(
-        lambda masters: plain(graph, objective, frozen, masters, batch()), has_aux=True
+    on_device = jax.tree.map(jnp.asarray, batch())
+    sums, found = derivatives(graph, objective, frozen, masters, on_device)
+    (_, wanted), slopes = jax.jit(
+        jax.value_and_grad(
+            lambda masters: plain(graph, objective, frozen, masters, batch()), has_aux=True
+        )
     )(masters)
     for name, values in sums._asdict().items():
         np.testing.assert_allclose(values, wanted[name], rtol=1e-4, err_msg=name)
