@@ -73,6 +73,7 @@ def test_drafts_are_accepted_as_often_as_they_should_be(latency: dict[str, Any])
     assert none["equal_texts"] == every["equal_texts"] == 2
 
 
+@pytest.mark.slow
 def test_steps_with_chunks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--num-speculative-tokens=2", "--prefill-chunk=5", "--max-model-len=112"]
     assert main([*LATENCY, *options, f"--model={model}"]) == 0

@@ -156,6 +156,7 @@ def test_rows_left_permuted_do_not_give_the_answer(monkeypatch: pytest.MonkeyPat
     assert output.token_ids[0] == END_OF_TURN
 
 
+@pytest.mark.slow
 def test_speculation_changes_no_bit_on_a_few_prompts(plain_llm: LLM) -> None:
     assert_same_bits(plain_llm, 3, PROMPTS[:3], max_tokens=6)
 

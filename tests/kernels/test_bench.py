@@ -78,6 +78,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "measure_rates", lambda: RATES)
 
 
+@pytest.mark.slow
 def test_all_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     assert command.main([f"--json={file}"]) == 0
