@@ -33,7 +33,7 @@ class Shape:
 
 
 def padded_length(length: int) -> int:
-    """The next of 64, 128, 192, 256, 384, 512, 768, ...: at most a third is padding."""
+    """The next of 64, 128, 192, 256, 384, 512, 768, ...: from 65 on, less than half is padding."""
     size = PAGE
     while size < length:
         power = 1 << (size.bit_length() - 1)

@@ -9,14 +9,16 @@ as long as the sequences and lives for one call.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from mmtp_jax.cache.layout import CacheLayout, Place
-from mmtp_jax.cache.pages import Pages
+from mmtp_jax.cache.pages import Pages, allocate
 from mmtp_jax.models.model import Model, ModelGraph
 from mmtp_jax.models.mtp import MTPModule, runs
 from mmtp_jax.models.rows import Rows, pack_rows
@@ -35,16 +37,10 @@ def whole_rows(num_sequences: int, length: int, num_groups: int) -> Rows:
     return pack_rows(start, count, (table,) * num_groups, num_sequences * length)
 
 
-def _pages(layout: CacheLayout, rows: Rows, dtype: jnp.dtype, layers: int | None = None) -> Pages:
-    """Zeroed pages for `rows`; `layers` of each group (None: all)."""
+def _pages(layout: CacheLayout, rows: Rows, dtype: np.dtype) -> Pages:
+    """Zeroed pages for `rows`."""
     num_pages = 1 + rows.tables[0].size
-    return tuple(
-        {
-            name: jnp.zeros((layers or group.num_layers, num_pages, PAGE, *shape), dtype)
-            for name, shape in group.streams
-        }
-        for group in layout.groups
-    )
+    return allocate(layout, (num_pages,) * len(layout.groups), PAGE, dtype)
 
 
 def target_states(
@@ -99,7 +95,8 @@ def _run(
     place = Place((group, 0), None if conv is None else (conv[0], 0))
     visit = Visit(rows, rows.real, place, 0, number + 1 if mtp.consumed_position else 0)
     consumed = jnp.pad(tokens[:, number + 1 :], ((0, 0), (0, number + 1)))
-    pages = _pages(graph.layout, rows, feed.dtype, layers=1)
+    one_layer = tuple(replace(group, num_layers=1) for group in graph.layout.groups)
+    pages = _pages(replace(graph.layout, groups=one_layer), rows, feed.dtype)
     module = nnx.merge(module_graph, params)
     with differentiable(), jax.named_scope(f"mtp_{number}"):
         output, normed, _ = run_module(mtp, model, module, consumed.reshape(-1), feed, visit, pages)

@@ -10,7 +10,7 @@ from mmtp_jax.train.evaluate import Evaluation
 
 
 def evaluation_table(results: Sequence[Evaluation]) -> Table:
-    """One line per set and temperature; the best number of drafts is for equally long steps."""
+    """One line per set and temperature."""
     table = Table(
         "prompts", "T", "texts", "tokens", "tokens/step", "expected", "reached by position"
     )
