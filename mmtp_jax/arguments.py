@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 from typing import Any, NoReturn
 
-from mmtp_jax.config import DTYPES, CacheConfig, EngineConfig, engine_config, require
+from mmtp_jax.config import DTYPES, CacheConfig, ConfigError, EngineConfig, engine_config, require
 
 # Options that are fields of EngineConfig and CacheConfig under the same names.
 _SAME = (
@@ -129,6 +130,16 @@ def engine_config_of(args: argparse.Namespace) -> EngineConfig:
         args.speculative_config, args.num_speculative_tokens, args.speculative_model
     )
     return engine_config(args.model, speculative, **{name: getattr(args, name) for name in _SAME})
+
+
+def require_writable(file: Path | None) -> None:
+    """`ConfigError` before anything is measured if --json is given and cannot be written."""
+    if file is None:
+        return
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json must name a file to write to: {error}") from None
 
 
 def unicode_text(argument: str) -> str:

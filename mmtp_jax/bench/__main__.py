@@ -19,6 +19,7 @@ from mmtp_jax.arguments import (
     add_modules_option,
     one_line,
     option,
+    require_writable,
 )
 from mmtp_jax.bench import report
 from mmtp_jax.bench.latency import WARM_UP_STEPS, Latency, LatencyOptions, latencies
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     commands = {"latency": _latency, "throughput": _throughput, "startup": _startup}
     try:
-        _check_writable(arguments.json)
+        require_writable(arguments.json)
         print(json.dumps(commands[arguments.command](arguments, argv), indent=1))
     except (ModelError, ConfigError) as error:
         print(one_line(error), file=sys.stderr)
@@ -127,16 +128,6 @@ def _model(arguments: argparse.Namespace) -> Iterator[ModelOptions]:
             tensor_parallel_size=arguments.tensor_parallel_size,
             speculative_model=arguments.speculative_model,
         )
-
-
-def _check_writable(file: Path | None) -> None:
-    """Say so before anything is measured if the results cannot be kept."""
-    if file is None:
-        return
-    try:
-        file.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--json must name a file to write to: {error}") from None
 
 
 def _write(file: Path | None, facts: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from mmtp_jax.bench.latency import Latency
 from mmtp_jax.bench.startup import Startup
 from mmtp_jax.bench.throughput import Throughput
-from pallas_kernels.bench.output import commit
+from pallas_kernels.bench import output
 from pallas_kernels.bench.timing import Rates
 
 
@@ -19,14 +19,9 @@ def environment(argv: Sequence[str]) -> dict[str, Any]:
     """What was run, and where."""
     import jax
 
-    device = jax.devices()[0]
-    return {
-        "command": " ".join(["python -m mmtp_jax.bench", *argv]),
-        "commit": commit(),
-        "device": device.device_kind,
+    return output.environment("python -m mmtp_jax.bench", argv) | {
         "num_devices": jax.device_count(),
         "platform": platform.platform(),
-        "jax": jax.__version__,
     }
 
 

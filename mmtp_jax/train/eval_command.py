@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mmtp_jax.arguments import add_engine_options, engine_config_of, option
+from mmtp_jax.arguments import add_engine_options, engine_config_of, option, require_writable
 from mmtp_jax.config import ConfigError
 from mmtp_jax.train.options import EvaluateOptions
 from mmtp_jax.train.prompts import JSON_LINES, TEXT_LINES, read_prompts
@@ -43,29 +43,19 @@ def run_eval(args: argparse.Namespace) -> None:
     sets = {path.name.split(".")[0]: read_prompts(path, args.limit) for path in args.prompts}
     if len(sets) < len(args.prompts):
         raise ConfigError("--prompts must be files of different names")
-    if args.json is not None:
-        try:
-            args.json.open("a").close()
-        except OSError as error:
-            raise ConfigError(f"--json must name a file to write to: {error}") from None
-
-    import jax
+    require_writable(args.json)
 
     from mmtp_jax.engine.programs import enable_compilation_cache
     from mmtp_jax.loader import describe, load_model
     from mmtp_jax.train.evaluate import evaluate
     from mmtp_jax.train.report import evaluation_table
     from mmtp_jax.weights.resolve import cache_directory
-    from pallas_kernels.bench.output import commit, show
+    from pallas_kernels.bench.output import environment, show
 
     enable_compilation_cache(cache_directory() / "xla")
     loaded = load_model(config, chat_template=args.chat_template)
     say(describe(loaded))
-    facts: dict[str, Any] = {
-        "command": " ".join(["python -m mmtp_jax.train", *sys.argv[1:]]),
-        "commit": commit(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+    facts = environment("python -m mmtp_jax.train", sys.argv[1:]) | {
         "dtype": str(loaded.graph.dtype(loaded.params)),
         "results": [],
     }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +19,16 @@ def show(table: Table) -> None:
     if not console.is_terminal:
         console.width = 200
     console.print(table)
+
+
+def environment(program: str, argv: Sequence[str]) -> dict[str, Any]:
+    """What was run, and where."""
+    return {
+        "command": " ".join([program, *argv]),
+        "commit": commit(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
 
 
 def commit() -> str | None:

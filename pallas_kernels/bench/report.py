@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from rich.table import Table
 
 from pallas_kernels.bench.attention import AttentionCase
 from pallas_kernels.bench.measure import Failure, Result
-from pallas_kernels.bench.output import commit
+from pallas_kernels.bench.output import environment
 from pallas_kernels.bench.timing import Rates
 
 PROG = "python -m pallas_kernels.bench"
@@ -19,11 +18,7 @@ PROG = "python -m pallas_kernels.bench"
 
 def facts(argv: Sequence[str], rates: Rates, results: Sequence[Result | Failure]) -> dict[str, Any]:
     """What was run, and where, and what came of it."""
-    return {
-        "command": " ".join([PROG, *argv]),
-        "commit": commit(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+    return environment(PROG, argv) | {
         "rates": dataclasses.asdict(rates),
         "results": [dataclasses.asdict(one) for one in results if isinstance(one, Result)],
         "failures": [dataclasses.asdict(one) for one in results if isinstance(one, Failure)],
