@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 SHIPS_MODULES = ("02_acceptance",)
-# What the cells say when they did what they are there for.
+# Patterns of what the cells say when they did what they are there for. A stream shows the steps that
+# the loop came to see: which those are is a matter of speed.
 SAYS = {
-    "01_quickstart": ("T = 1: the same tokens", "step   1"),
+    "01_quickstart": ("T = 1: the same tokens", r"step +\d+ \["),
     "02_acceptance": ("expected",),
     "03_profile_a_step": ("target", "verify, sample", "mtp_0"),
     "04_train_modules": ("step 6/6", "trained on:", "new:"),
@@ -99,4 +101,4 @@ def test_runs(name: str, tmp_path: Path) -> None:
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     text = said(notebook)
     for expected in SAYS[name]:
-        assert expected in text
+        assert re.search(expected, text)
