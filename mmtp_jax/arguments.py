@@ -68,7 +68,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> Any:
     option(group, "--load-format", choices=choices, default=engine.load_format, help=help)
     option(group, "--seed", type=int, default=engine.seed, help="of sampling and random weights")
     help = 'replaces keys of the model\'s config.json, e.g. {"mtp_target_hidden": "post"}'
-    option(group, "--hf-overrides", type=_json_object, default={}, metavar="JSON", help=help)
+    option(group, "--hf-overrides", type=json_object, default={}, metavar="JSON", help=help)
     help = "devices that share every layer"
     default = engine.tensor_parallel_size
     option(group, "--tensor-parallel-size", type=int, default=default, help=help)
@@ -115,13 +115,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("speculation")
     help = 'e.g. {"method": "mtp", "num_speculative_tokens": 3, "load_format": "dummy"}'
-    option(group, "--speculative-config", type=_json_object, metavar="JSON", help=help)
+    option(group, "--speculative-config", type=json_object, metavar="JSON", help=help)
     add_modules_option(group)
     help = (
-        "0 turns speculation off (default: what the modules recommend, else one for each of the"
-        " checkpoint's)"
+        "drafts per step; 0 turns speculation off, auto lets every step choose (default: what the"
+        " modules recommend, else one for each of the checkpoint's)"
     )
-    option(group, "--num-speculative-tokens", type=int, help=help)
+    option(group, "--num-speculative-tokens", type=_count, metavar="N|auto", help=help)
 
 
 def engine_config_of(args: argparse.Namespace) -> EngineConfig:
@@ -162,7 +162,16 @@ def _file_or_text(argument: str) -> str:
         raise argparse.ArgumentTypeError(f"cannot read {argument}: {error}") from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _count(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number or auto, got {text!r}") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -173,7 +182,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _speculative(
-    given: dict[str, Any] | None, count: int | None, model: str | None
+    given: dict[str, Any] | None, count: int | str | None, model: str | None
 ) -> dict[str, Any] | None:
     """What --speculative-config, --num-speculative-tokens and --speculative-model say together.
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from mmtp_jax.arguments import add_engine_options, engine_config_of, option, require_writable
 from mmtp_jax.config import ConfigError
+from mmtp_jax.prompt_files import JSON_LINES, TEXT_LINES, read_prompts
 from mmtp_jax.train.options import EvaluateOptions
-from mmtp_jax.train.prompts import JSON_LINES, TEXT_LINES, read_prompts
 from mmtp_jax.train.say import say
 
 

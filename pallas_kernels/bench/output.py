@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -21,11 +20,16 @@ def show(table: Table) -> None:
     console.print(table)
 
 
+def run_of(program: str, argv: Sequence[str]) -> dict[str, Any]:
+    """What was run. Imports no jax."""
+    return {"command": " ".join([program, *argv]), "commit": commit()}
+
+
 def environment(program: str, argv: Sequence[str]) -> dict[str, Any]:
-    """What was run, and where."""
-    return {
-        "command": " ".join([program, *argv]),
-        "commit": commit(),
+    """What was run, and on which device."""
+    import jax
+
+    return run_of(program, argv) | {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }

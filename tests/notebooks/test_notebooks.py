@@ -35,8 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 SHIPS_MODULES = ("02_acceptance",)
-# Patterns of what the cells say when they did what they are there for. A stream shows the steps that
-# the loop came to see: which those are is a matter of speed.
+# Patterns of what the cells say when they did what they are there for. A stream shows those steps
+# that the loop came to see: a matter of speed.
 SAYS = {
     "01_quickstart": ("T = 1: the same tokens", r"step +\d+ \["),
     "02_acceptance": ("expected",),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mmtp_jax.config import ConfigError
-from mmtp_jax.train.prompts import read_prompts
+from mmtp_jax.prompt_files import read_prompts
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
