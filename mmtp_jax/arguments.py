@@ -8,7 +8,17 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mmtp_jax.config import DTYPES, CacheConfig, ConfigError, EngineConfig, engine_config, require
+from mmtp_jax.config import (
+    DTYPES,
+    LARGE,
+    SMALL,
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    Limits,
+    engine_config,
+    require,
+)
 
 # Options that are fields of EngineConfig and CacheConfig under the same names.
 _SAME = (
@@ -91,10 +101,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     help = "context in tokens (default: what the model and the cache hold)"
     option(group, "--max-model-len", type=int, help=help)
-    default = engine.max_num_seqs
-    option(group, "--max-num-seqs", type=int, default=default, help="requests that run at once")
-    default = engine.max_num_batched_tokens
-    option(group, "--max-num-batched-tokens", type=int, default=default, help="rows of one step")
+    for name, help in zip(
+        Limits._fields, ("requests that run at once", "rows of one step"), strict=True
+    ):
+        help += f" (default: {getattr(SMALL, name)} on a CPU, else {getattr(LARGE, name)})"
+        option(group, f"--{name.replace('_', '-')}", type=int, help=help)
     help = "pad rows to a multiple; 64: float32 logits on a CPU do not depend on the batch"
     option(group, "--row-multiple", type=int, default=engine.row_multiple, help=help)
 

@@ -27,13 +27,15 @@ _NAMES = {int: "an integer", float: "a finite number", bool: "true or false", st
 def check_types(config: Any) -> None:
     """Raise `ConfigError` for a field of the dataclass `config` whose value is not of its type.
 
-    Numbers of other libraries become Python's own. Literals are left to the class: it knows how to
-    name the choices.
+    Numbers of other libraries become Python's own. Fields of choices alone are left to the class:
+    it knows how to name them.
     """
     hints = get_type_hints(type(config))
     for name in (entry.name for entry in fields(config)):
         value, options = getattr(config, name), _options(hints[name])
-        kinds = [_NAMES.get(option, getattr(option, "__name__", "")) for option in options]
+        if all(option is types.NoneType or get_origin(option) is Literal for option in options):
+            continue
+        kinds = [kind for option in options for kind in _kinds(option)]
         require(
             any(_is_of(value, option) for option in options),
             f"{name} must be {' or '.join(kinds)}, got {value!r}".replace("NoneType", "None"),
@@ -48,10 +50,16 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
+def _kinds(option: Any) -> list[str]:
+    if get_origin(option) is Literal:
+        return [repr(choice) for choice in get_args(option)]
+    return [_NAMES.get(option, getattr(option, "__name__", ""))]
+
+
 def _is_of(value: object, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Literal:
-        return True
+        return value in get_args(hint)
     if origin is tuple:
         return isinstance(value, tuple) and all(_is_of(one, get_args(hint)[0]) for one in value)
     if hint in (int, float):

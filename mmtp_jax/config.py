@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mmtp_jax.checks import ConfigError as ConfigError
 from mmtp_jax.checks import check_types
@@ -18,7 +18,8 @@ from mmtp_jax.specs import MTPConfig
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How to speculate. `num_speculative_tokens` None means one per module the checkpoint ships.
+    """How to speculate. `num_speculative_tokens` None means one per module the checkpoint ships;
+    "auto" lets every step choose how many, up to that (`adaptive` once it is resolved).
 
     Each module drafts one token; a checkpoint's only module may draft several (it is re-used on its
     own output). `model` names a folder of modules that were trained for the target and are stored
@@ -29,10 +30,11 @@ class SpeculativeConfig:
     """
 
     method: Literal["mtp"] | None = "mtp"
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | Literal["auto"] | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     model: str | None = None
     modules_in_checkpoint: int = 0
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -47,7 +49,7 @@ class SpeculativeConfig:
         )
         k = self.num_speculative_tokens
         require(
-            k is None or 0 <= k <= 32,
+            not isinstance(k, int) or 0 <= k <= 32,
             f"num_speculative_tokens must be in [0, 32], got {k}",
         )
         require(self.modules_in_checkpoint >= 0, "modules_in_checkpoint must be >= 0")
@@ -61,12 +63,13 @@ class SpeculativeConfig:
             return 0
         k = self.num_speculative_tokens
         available = self.modules_in_checkpoint
-        return available if k is None else min(available, k)
+        return min(available, k) if isinstance(k, int) else available
 
     @property
     def num_drafts(self) -> int:
         """Tokens drafted per step, once resolved for a checkpoint."""
-        return 0 if self.num_modules == 0 else self.num_speculative_tokens or self.num_modules
+        k = self.num_speculative_tokens
+        return k if self.num_modules and isinstance(k, int) else self.num_modules
 
     def use_multi_module_mtp(self) -> bool:
         """True iff drafts come from more than one module (each module drafts one token)."""
@@ -78,7 +81,8 @@ class SpeculativeConfig:
         """This configuration for a checkpoint (and the number of drafts that its modules recommend,
         if any); `ConfigError` if it asks for more than there is."""
         available = 0 if checkpoint is None else checkpoint.num_modules
-        k = self.num_speculative_tokens
+        adaptive = self.num_speculative_tokens == "auto"
+        k = self.num_speculative_tokens if isinstance(self.num_speculative_tokens, int) else None
         if self.method is None:
             return replace(self, num_speculative_tokens=0, modules_in_checkpoint=available)
         if self.load_format == "dummy" and available == 0:
@@ -90,11 +94,12 @@ class SpeculativeConfig:
                 " modules)"
             )
         if k is None:
-            k = available if recommended is None else recommended
+            k = available if recommended is None or adaptive else recommended
         return replace(
             self,
             num_speculative_tokens=k,
             modules_in_checkpoint=available,
+            adaptive=adaptive and k > 0,
         )
 
 
@@ -126,12 +131,24 @@ class CacheConfig:
         )
 
 
+class Limits(NamedTuple):
+    """Requests that run at once, and rows of one step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+# What a configuration that says nothing gets, on a CPU and elsewhere: there, rows cost little.
+SMALL = Limits(8, 512)
+LARGE = Limits(256, 4096)
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How to run a model. `max_model_len` None means the model's own limit.
+    """How to run a model. `max_model_len` None means the model's own limit; `max_num_seqs` and
+    `max_num_batched_tokens` None those of `SMALL` on a CPU, of `LARGE` elsewhere.
 
     `row_multiple` pads ragged rows of every program to a multiple: 64 makes float32 logits on a CPU
     bit-identical whatever the batch (slower for single requests). `hf_overrides` replaces keys of
@@ -143,8 +160,8 @@ class EngineConfig:
     dtype: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     row_multiple: int = 1
     load_format: Literal["auto", "dummy"] = "auto"
     hf_overrides: dict[str, Any] = field(default_factory=dict)
@@ -160,7 +177,7 @@ class EngineConfig:
             f"max_model_len must be >= 2, got {self.max_model_len}",
         )
         require(
-            1 <= self.max_num_seqs <= 1024,
+            self.max_num_seqs is None or 1 <= self.max_num_seqs <= 1024,
             f"max_num_seqs must be in [1, 1024], got {self.max_num_seqs}",
         )
         require(
@@ -168,7 +185,7 @@ class EngineConfig:
             f"row_multiple must be in [1, 1024], got {self.row_multiple}",
         )
         require(
-            1 <= self.max_num_batched_tokens <= 65536,
+            self.max_num_batched_tokens is None or 1 <= self.max_num_batched_tokens <= 65536,
             f"max_num_batched_tokens must be in [1, 65536], got {self.max_num_batched_tokens}",
         )
         require(
@@ -185,6 +202,16 @@ class EngineConfig:
             "load_format 'dummy' makes a random target, for which no modules were trained: it"
             f" cannot go with those of {self.speculative.model}",
         )
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of a step."""
+        return self.within(SMALL)
+
+    def within(self, default: Limits) -> Limits:
+        """The limits of a step where those that are not given are the default's."""
+        given = (self.max_num_seqs, self.max_num_batched_tokens)
+        return Limits(*(d if own is None else own for own, d in zip(given, default, strict=True)))
 
 
 def engine_config(

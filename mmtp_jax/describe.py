@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from mmtp_jax.cache.pages import bytes_per_page
 from mmtp_jax.cache.pool import CacheGroup
 from mmtp_jax.config import EngineConfig
+from mmtp_jax.engine.sizes import behind_of
 from mmtp_jax.families.registry import FAMILIES
 from mmtp_jax.models.model import ModelGraph
 from mmtp_jax.specs import (
@@ -53,10 +54,12 @@ def describe_cache(
     """Bytes per position of every cache group, and what one request of `context` positions takes,
     line by line."""
     total, page_size = 0, config.cache.page_size
+    behind = behind_of(config.speculative, graph.config.num_modules)
+    most_rows = config.limits.max_num_batched_tokens
     for group in graph.layout.groups:
         pages = CacheGroup(
             group.name, group.owner, group.window, 0, page_size
-        ).pages_for_one_request(graph.config.num_modules, context, config.max_num_batched_tokens)
+        ).pages_for_one_request(behind, context, most_rows)
         total += bytes_per_page(group, page_size, dtype) * pages
         window = "all positions" if group.window is None else f"window {group.window}"
         streams = " ".join(name for name, _ in group.streams)
@@ -67,7 +70,7 @@ def describe_cache(
         )
     yield (
         f"memory        {decimal(total)} of cache for one request of {context} tokens in chunks of"
-        f" {config.max_num_batched_tokens}"
+        f" {most_rows}"
     )
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmtp_jax.config import EngineConfig, require
+from mmtp_jax.config import LARGE, SMALL, EngineConfig, require
 from mmtp_jax.engine.sizes import fit_model_len
 from mmtp_jax.models.model import (
     ModelGraph,
@@ -63,7 +63,8 @@ def load_model(config: EngineConfig, *, chat_template: str | None = None) -> Loa
         described = modules.beside(described)
         recommended = modules.num_speculative_tokens
     speculative = config.speculative.resolved(described.mtp, recommended)
-    config = dataclasses.replace(config, speculative=speculative)
+    limits = config.within(SMALL if jax.default_backend() == "cpu" else LARGE)
+    config = dataclasses.replace(config, speculative=speculative, **limits._asdict())
     model = model_for(config, described)
     graph = model_graph(model, tensor_mesh(config.tensor_parallel_size))
     dtype = parameter_dtype(config.dtype)

@@ -167,7 +167,7 @@ def test_help_shows_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith("usage: prog [options] what it does")
     assert "None" not in text
-    assert "--max-num-seqs N requests that run at once (default: 8)" in text
+    assert "--max-num-seqs N requests that run at once (default: 8 on a CPU, else 256)" in text
     for action in parser()._actions:
         assert action.help, action.option_strings
         if isinstance(action.default, int | float) and action.default is not argparse.SUPPRESS:

@@ -84,7 +84,7 @@ def test_help_shows_groups_and_defaults(chat: Chat) -> None:
     for group in ("model:", "engine:", "cache:", "speculation:", "answers:"):
         assert group in text
     assert "--model MODEL known name, directory, .gguf file or hub id (default: smollm2" in text
-    assert "--max-num-seqs N requests that run at once (default: 8)" in text
+    assert "--max-num-seqs N requests that run at once (default: 8 on a CPU, else 256)" in text
     assert "None" not in text
 
 

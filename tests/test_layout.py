@@ -21,6 +21,7 @@ LAYERS: dict[str, int] = {
     "specs": 0,
     "config": 0,
     "progress": 0,
+    "adaptive": 1,
     "cache": 1,
     "families": 1,
     "models": 1,

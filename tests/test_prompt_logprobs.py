@@ -133,7 +133,7 @@ def test_several_blocks_of_rows_in_one_step() -> None:
     params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2)
     loaded = load_tiny({"num_speculative_tokens": 0}, max_num_batched_tokens=96, row_multiple=32)
     with LLM.from_loaded(loaded) as llm:
-        programs = llm.core.device.programs.buckets.values()
+        programs = llm.core.device.programs.buckets
         sizes = [(one.num_rows, one.logit_rows) for one in programs]
         assert sizes == [(32, 32), (96, 32)]
         for output in llm.generate(prompts, params):

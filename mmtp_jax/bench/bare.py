@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from mmtp_jax.bench.batch import FixedBatch
 from mmtp_jax.bench.roofline import Part
+from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.plan import StepPlan
 from mmtp_jax.engine.programs import Programs
 from mmtp_jax.engine.request import Request
@@ -96,8 +97,8 @@ class _Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._programs, name)
 
-    def step(self, num_rows: int, *, collect: bool = False) -> Any:
-        program = self._programs.step(num_rows, collect=collect)
+    def step(self, bucket: Bucket, *, collect: bool = False) -> Any:
+        program = self._programs.step(bucket, collect=collect)
 
         def call(params: Params, state: EngineState, plan: StepPlan) -> Any:
             requests = {
@@ -105,7 +106,7 @@ class _Recorder:
                 for field in dataclasses.fields(state)
                 if field.name not in _KEPT
             }
-            self.step_call = _Call(program, num_rows, requests, plan)
+            self.step_call = _Call(program, bucket.num_rows, requests, plan)
             return program(params, state, plan)
 
         return call

@@ -8,7 +8,7 @@ import time
 
 from mmtp_jax.bench.batch import as_served, random_prompts
 from mmtp_jax.bench.presets import ModelOptions
-from mmtp_jax.config import EngineConfig, require
+from mmtp_jax.config import SMALL, require
 from mmtp_jax.describe import count_parameters
 from mmtp_jax.engine.core import EngineCore
 from mmtp_jax.progress import CompileBar
@@ -27,7 +27,7 @@ class ThroughputOptions:
     output_len: int = 128
     num_speculative_tokens: int = 0
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens
+    max_num_batched_tokens: int = SMALL.max_num_batched_tokens
     row_counts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ def throughput(model: ModelOptions, options: ThroughputOptions) -> Throughput:
         prompt_len=options.prompt_len,
         output_len=options.output_len,
         max_num_seqs=options.max_num_seqs,
-        row_counts=tuple(core.device.programs.buckets),
+        row_counts=tuple(bucket.num_rows for bucket in core.device.programs.buckets),
         seconds=seconds,
         output_tokens_per_second=tokens / seconds,
         total_tokens_per_second=(tokens + options.num_prompts * options.prompt_len) / seconds,

@@ -74,10 +74,18 @@ class Admission:
 
 
 class CacheManager:
-    """Allocates, shares, publishes and frees the pages of all groups (host bookkeeping only)."""
+    """Allocates, shares, publishes and frees the pages of all groups (host bookkeeping only).
+
+    Modules may run over the last `behind` computed positions again; None: N - 1, which they rewrite
+    after rejected drafts where all of them run in every step.
+    """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], num_modules: int, enable_prefix_caching: bool = True
+        self,
+        groups: Sequence[CacheGroup],
+        num_modules: int,
+        enable_prefix_caching: bool = True,
+        behind: int | None = None,
     ) -> None:
         owners = {group.owner for group in groups}
         sizes = {group.page_size for group in groups}
@@ -89,13 +97,14 @@ class CacheManager:
         )
         self.groups = tuple(groups)
         self.num_modules = num_modules
+        self.behind = max(num_modules - 1, 0) if behind is None else behind
         self.enable_prefix_caching = enable_prefix_caching
         self.page_size = groups[0].page_size
         self.pools = tuple(PagePool(group.num_pages) for group in groups)
         self._windowed = tuple(
             (index, reach)
             for index, group in enumerate(groups)
-            if (reach := group.reach(num_modules)) is not None
+            if (reach := group.reach(self.behind)) is not None
         )
         self._admitted: set[PageTables] = set()
 
@@ -170,17 +179,17 @@ class CacheManager:
         tables.capacity = num_pages * self.page_size
         return entries
 
-    def publish(self, tables: PageTables, computed: int, committed: int) -> None:
+    def publish(self, tables: PageTables, computed: int, exact: int) -> None:
         """Publish pages that became final.
 
-        `computed` positions and `committed` tokens are those of a step whose output was read; all
-        modules ran in it, also for a request that ended there.
+        `computed` positions are those of a step whose output was read; all modules hold the first
+        `exact` for good: those with N committed tokens after them, once all modules ran there.
         """
         if not self.enable_prefix_caching or computed < tables.final + self.page_size:
             return
         modules, final = self.num_modules, []
         for group, pool, table in zip(self.groups, self.pools, tables.groups, strict=True):
-            end = computed if group.owner == "target" else min(computed, committed - modules)
+            end = computed if group.owner == "target" else min(computed, exact)
             num_final = end // self.page_size
             if num_final > table.num_final:
                 for index in range(table.num_final, num_final):

@@ -45,22 +45,21 @@ class CacheGroup:
             return 0
         return max(0, position - (self.window - 1)) // self.page_size
 
-    def reach(self, num_modules: int) -> int | None:
-        """How far below the computed positions rows still read (None: everywhere); modules rewrite
-        the N - 1 last positions."""
+    def reach(self, behind: int) -> int | None:
+        """How far below the computed positions rows still read (None: everywhere), if modules may
+        run over the last `behind` positions again."""
         if self.window is None:
             return None
-        rewritten = max(num_modules - 1, 0) if self.owner == "modules" else 0
-        return self.window - 1 + rewritten
+        return self.window - 1 + (behind if self.owner == "modules" else 0)
 
-    def pages_for_one_request(self, num_modules: int, max_model_len: int, max_rows: int) -> int:
+    def pages_for_one_request(self, behind: int, max_model_len: int, max_rows: int) -> int:
         """Pages, the null page aside, that a lone request needs with `max_rows` rows a step.
 
         A windowed group holds the positions below `computed` that are still read, two steps (one is
         in flight), the page that these straddle and the source of a copy.
         """
         everything = -(-max_model_len // self.page_size)
-        reach = self.reach(num_modules)
+        reach = self.reach(behind)
         if reach is None:
             return everything
         return min(everything, -(-(reach + 2 * max_rows) // self.page_size) + 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmtp_jax.adaptive.costs import Program
 from mmtp_jax.config import EngineConfig, require
 
 # Positions beyond those of a step that get pages early, where pages are plenty.
@@ -14,17 +15,22 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Bucket:
-    """One program: T rows, B requests, S logit rows, X new page-table entries.
-
-    A request costs at least max(1, N) rows, which bounds B; it samples at most W = k+1 rows.
+    """One program: at most D drafts of a request, T rows, B requests, S logit rows, X new
+    page-table entries. A request samples at most W = k+1 rows.
     """
 
+    num_drafts: int
     num_rows: int
     num_requests: int
     logit_rows: int
     num_entries: int
+
+    @property
+    def program(self) -> Program:
+        """What tells it from the others."""
+        return Program(self.num_drafts, self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,17 @@ CPU_SPACING = Spacing(least=1, factor=4)
 # A step of one row takes longer than one of eight on an H200 (SmolLM2: 0.98 against 0.89 ms): XLA
 # computes products of one row without tensor cores. Compiling is cheap there, rows are not.
 GPU_SPACING = Spacing(least=8, factor=2)
+
+
+def depths_below(num_drafts: int, spacing: Spacing) -> tuple[int, ...]:
+    """Numbers of drafts below the most that have programs of their own, if draft lengths vary:
+    none, one, and on by the factor that spaces rows too."""
+    depths = [0]
+    depth = 1
+    while depth < num_drafts:
+        depths.append(depth)
+        depth *= spacing.factor
+    return tuple(depths)
 
 
 def bucket_sizes(
@@ -78,29 +95,40 @@ def buckets(
     lookahead: int = 0,
     ahead: int = 0,
     row_counts: tuple[int, ...] | None = None,
+    depths: tuple[int, ...] = (),
     spacing: Spacing = CPU_SPACING,
 ) -> tuple[Bucket, ...]:
-    """Every program of a configuration; `ConfigError` if one decode window does not fit.
+    """Every program of a configuration, ascending; `ConfigError` if one decode window does not fit.
 
     `lookahead` and `ahead` are those of the scheduler. `row_counts` replaces the sizes that
-    `bucket_sizes` chooses (but none is below the least).
+    `bucket_sizes` chooses (but none is below the least). `depths` are numbers of drafts below W - 1
+    that have programs too, for steps in which all requests decode.
     """
+    seqs, most_rows = config.limits
     require(
-        config.max_num_batched_tokens >= width,
-        f"max_num_batched_tokens must be >= {width} (num_speculative_tokens + 1),"
-        f" got {config.max_num_batched_tokens}",
+        most_rows >= width,
+        f"max_num_batched_tokens must be >= {width} (num_speculative_tokens + 1), got {most_rows}",
     )
-    sizes = row_counts or bucket_sizes(
-        config.max_num_seqs, config.max_num_batched_tokens, width, config.row_multiple, spacing
-    )
-    made = []
-    for size in sorted({max(size, spacing.least) for size in sizes}):
-        requests = min(config.max_num_seqs, size // max(num_modules, 1))
+
+    def made(depth: int, size: int) -> Bucket:
+        requests = min(seqs, size // _least_rows(min(depth, num_modules), depths))
         logit_rows = min(size, round_up(requests * width, config.row_multiple))
         # From step to step, a request needs pages for as many more positions as it has rows (and in
         # the first one for `lookahead`), and may get some `ahead`. Both ends can lie within a page.
         page_size = config.cache.page_size
         each = 2 + -(-(lookahead + ahead) // page_size)
         pages = -(-size // page_size) + each * requests
-        made.append(Bucket(size, requests, logit_rows, pages * num_groups))
-    return tuple(made)
+        return Bucket(depth, size, requests, logit_rows, pages * num_groups)
+
+    found = set()
+    for depth in (*depths, width - 1):
+        most = most_rows if depth == width - 1 else min(most_rows, seqs * (depth + 1))
+        sizes = row_counts or bucket_sizes(seqs, most, depth + 1, config.row_multiple, spacing)
+        found |= {made(depth, max(size, spacing.least)) for size in sizes}
+    return tuple(sorted(found))
+
+
+def _least_rows(modules: int, depths: tuple[int, ...]) -> int:
+    """Rows that requests of a program cost at least, on average: where all run the same modules,
+    one for each. Others come in programs of which half of the requests may run none."""
+    return max(modules // 2 if depths else modules, 1)

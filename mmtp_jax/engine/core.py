@@ -15,7 +15,14 @@ import jax
 
 from mmtp_jax.cache.manager import CacheManager
 from mmtp_jax.config import EngineConfig, require
-from mmtp_jax.engine.buckets import CPU_SPACING, GPU_SPACING, RESERVED_AHEAD, buckets
+from mmtp_jax.engine.buckets import (
+    CPU_SPACING,
+    GPU_SPACING,
+    RESERVED_AHEAD,
+    Bucket,
+    buckets,
+    depths_below,
+)
 from mmtp_jax.engine.delta import TokenDelta, TokenLogprobs
 from mmtp_jax.engine.device import Device
 from mmtp_jax.engine.grammar import Grammar
@@ -23,13 +30,13 @@ from mmtp_jax.engine.live import Batch, InFlight, Live
 from mmtp_jax.engine.logprobs import PromptCollector, taken_logprobs
 from mmtp_jax.engine.plan import HostOutput, RowLogprobs, StepOutput
 from mmtp_jax.engine.programs import Progress
-from mmtp_jax.engine.request import FinishReason, Request, ScheduledRequest
+from mmtp_jax.engine.request import Drafts, FinishReason, Request, ScheduledRequest
 from mmtp_jax.engine.scheduler import (
     ScheduledStep,
     Scheduler,
     SchedulerConfig,
 )
-from mmtp_jax.engine.sizes import cache_groups
+from mmtp_jax.engine.sizes import behind_of, cache_groups
 from mmtp_jax.engine.stats import EngineStats
 from mmtp_jax.engine.step import Chooser
 from mmtp_jax.models.model import ModelGraph, Params
@@ -65,7 +72,7 @@ class EngineCore:
         max_model_len: int,
         progress: Progress | None = None,
         chunk_policy: Callable[[Request, int], int] | None = None,
-        draft_policy: Callable[[Request], int] | None = None,
+        draft_policy: Callable[[Request], Drafts] | None = None,
         choose_draft: Chooser = sample,
         row_counts: tuple[int, ...] | None = None,
     ) -> None:
@@ -81,7 +88,9 @@ class EngineCore:
         lookahead = max(model.num_drafts - num_modules, 0)
         dtype = graph.dtype(params)
         groups = cache_groups(graph.layout, config, dtype, max_model_len)
-        self.cache = CacheManager(groups, num_modules, config.cache.enable_prefix_caching)
+        behind = behind_of(config.speculative, num_modules)
+        self.cache = CacheManager(groups, num_modules, config.cache.enable_prefix_caching, behind)
+        spacing = GPU_SPACING if jax.default_backend() == "gpu" else CPU_SPACING
         sizes = buckets(
             config,
             num_modules=num_modules,
@@ -90,15 +99,16 @@ class EngineCore:
             lookahead=lookahead,
             ahead=RESERVED_AHEAD,
             row_counts=row_counts,
-            spacing=GPU_SPACING if jax.default_backend() == "gpu" else CPU_SPACING,
+            depths=depths_below(model.num_drafts, spacing) if config.speculative.adaptive else (),
+            spacing=spacing,
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.limits.max_num_seqs,
+                max_num_batched_tokens=config.limits.max_num_batched_tokens,
                 max_model_len=max_model_len,
                 num_speculative_tokens=self.num_speculative_tokens,
-                buckets=tuple(bucket.num_rows for bucket in sizes),
+                buckets=sizes,
                 lookahead=lookahead,
                 ahead=RESERVED_AHEAD,
             ),
@@ -113,6 +123,7 @@ class EngineCore:
             groups,
             sizes,
             max_model_len=max_model_len,
+            lag=max(behind, num_modules, 1),
             choose_draft=choose_draft,
             progress=progress,
         )
@@ -121,7 +132,7 @@ class EngineCore:
         self._in_flight: deque[InFlight] = deque()
         self._steps_ahead = steps_ahead()
         # The latest one of every bucket.
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[Bucket, Batch] = {}
 
     @property
     def has_work(self) -> bool:
@@ -217,12 +228,11 @@ class EngineCore:
         if last is not None and last.requests == scheduled.requests:
             return last
         live = tuple([self._live[row.request.request_id] for row in scheduled.requests])
-        bucket = self.device.programs.buckets[scheduled.bucket]
         batch = Batch(
             scheduled.requests,
             live,
             plain=all(one.is_plain for one in live),
-            plan=self.device.upload(bucket, scheduled.requests),
+            plan=self.device.upload(scheduled.bucket, scheduled.requests),
         )
         self._batches[scheduled.bucket] = batch
         return batch

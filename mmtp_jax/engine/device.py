@@ -44,6 +44,7 @@ class Device:
         sizes: tuple[Bucket, ...],
         *,
         max_model_len: int,
+        lag: int,
         choose_draft: Chooser,
         progress: Progress | None,
     ) -> None:
@@ -51,11 +52,12 @@ class Device:
         self.params = params
         state = initial_state(
             graph.layout,
-            num_slots=config.max_num_seqs,
+            num_slots=config.limits.max_num_seqs,
             max_model_len=max_model_len,
             num_modules=model.num_modules,
             num_drafts=model.num_drafts,
-            num_rows=sizes[-1].num_rows,
+            lag=lag,
+            num_rows=max(bucket.num_rows for bucket in sizes),
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
             num_pages=tuple(group.num_pages for group in groups),
@@ -153,11 +155,11 @@ class Device:
         fill_masks(masks, [(grammar, drafts) for _, grammar, drafts in masked])
         self._call(lambda state: (self.programs.set_masks(state, slots, starts, masks), None))
 
-    def step(self, num_rows: int, plan: StepPlan, *, collect: bool = False) -> Future[StepOutput]:
+    def step(self, bucket: Bucket, plan: StepPlan, *, collect: bool = False) -> Future[StepOutput]:
         """Run a step, and begin to copy what it answers."""
 
         def step(state: EngineState) -> tuple[EngineState, StepOutput]:
-            program = self.programs.step(num_rows, collect=collect)
+            program = self.programs.step(bucket, collect=collect)
             state, output = program(self.params, state, plan)
             output.packed.copy_to_host_async()
             return state, output

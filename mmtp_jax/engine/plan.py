@@ -20,14 +20,15 @@ from mmtp_jax.engine.request import ScheduledRequest
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """B requests: slot (R for padding), rows, capacity. `rows` is an upper bound on the target
-    rows: the device clips it to the tokens and drafts it holds, the request's limit and `capacity`
-    (positions that have pages in every group). `entries` are new page-table entries: group, slot,
-    column, page (slot = R: none). All of it lies in `packed`, part after part: a NumPy array, the
-    same on the device, or traced in the step (`Any`).
+    """B requests: slot (R for padding), rows, drafts, capacity. `rows` is an upper bound on the
+    target rows: the device clips it to the tokens and drafts it holds, the request's limit and
+    `capacity` (positions that have pages in every group). `drafts` are to be proposed for the next
+    step: so many modules run. `entries` are new page-table entries: group, slot, column, page
+    (slot = R: none). All of it lies in `packed`, part after part: a NumPy array, the same on the
+    device, or traced in the step (`Any`).
     """
 
-    packed: Int32[Any, " 3*B+4*X"]
+    packed: Int32[Any, " 4*B+4*X"]
     num_requests: int = dataclasses.field(metadata={"static": True})
 
     @property
@@ -39,12 +40,16 @@ class StepPlan:
         return self.packed[self.num_requests : 2 * self.num_requests]
 
     @property
-    def capacity(self) -> Int32[Any, " B"]:
+    def drafts(self) -> Int32[Any, " B"]:
         return self.packed[2 * self.num_requests : 3 * self.num_requests]
 
     @property
+    def capacity(self) -> Int32[Any, " B"]:
+        return self.packed[3 * self.num_requests : 4 * self.num_requests]
+
+    @property
     def entries(self) -> Int32[Any, "X 4"]:
-        return self.packed[3 * self.num_requests :].reshape(-1, 4)
+        return self.packed[4 * self.num_requests :].reshape(-1, 4)
 
     @classmethod
     def pack(
@@ -52,11 +57,12 @@ class StepPlan:
     ) -> StepPlan:
         """The plan of what was scheduled, padded to the sizes of the bucket's program; ValueError
         if it is more than that."""
-        size = 3 * bucket.num_requests + 4 * bucket.num_entries
+        size = 4 * bucket.num_requests + 4 * bucket.num_entries
         plan = cls(np.zeros(size, np.int32), bucket.num_requests)
         plan.slot[:] = num_slots
         plan.slot[: len(scheduled)] = [row.slot for row in scheduled]
         plan.rows[: len(scheduled)] = [row.num_rows for row in scheduled]
+        plan.drafts[: len(scheduled)] = [row.num_drafts for row in scheduled]
         plan.capacity[: len(scheduled)] = [row.capacity for row in scheduled]
         plan.entries[:] = num_slots
         entries = [

@@ -82,6 +82,10 @@ def _set_masks(
     return dataclasses.replace(state, sampling=sampling)
 
 
+def _name(bucket: Bucket) -> str:
+    return f"step of {bucket.num_rows} rows and {bucket.num_drafts} drafts"
+
+
 class Programs:
     """The compiled step of every bucket, admission, and the uploads of biases and masks."""
 
@@ -114,10 +118,10 @@ class Programs:
         self._plan_sharding = None
         if graph.mesh is not None:
             self._plan_sharding = NamedSharding(graph.mesh, PartitionSpec())
-        self._collecting: dict[int, Any] = {}
-        self.buckets = {bucket.num_rows: bucket for bucket in buckets}
+        self._collecting: dict[Bucket, Any] = {}
+        self.buckets = buckets
         jobs: dict[str, Callable[[], Any]] = {
-            f"step of {bucket.num_rows} rows": functools.partial(self._compile_step, bucket)
+            _name(bucket): functools.partial(self._compile_step, bucket)
             for bucket in reversed(buckets)
         }
         jobs["admission"] = lambda: self._compile(admit, empty_admission(state))
@@ -137,7 +141,7 @@ class Programs:
         self.set_bias = done["bias"]
         self._upload_masks = done["masks"]
         self.logprobs = done["log-probabilities"]
-        self._steps = {size: done[f"step of {size} rows"] for size in self.buckets}
+        self._steps = {bucket: done[_name(bucket)] for bucket in buckets}
 
     @property
     def num_programs(self) -> int:
@@ -169,15 +173,14 @@ class Programs:
         placed: StepPlan = jax.device_put(plan, self._plan_sharding)
         return placed
 
-    def step(self, num_rows: int, *, collect: bool = False) -> Any:
+    def step(self, bucket: Bucket, *, collect: bool = False) -> Any:
         """The executable `(params, state, plan) -> (state, output)` of a bucket. The variant that
         also returns every row's logits (scoring) is compiled when it is first asked for."""
         if not collect:
-            return self._steps[num_rows]
-        if num_rows not in self._collecting:
-            bucket = self.buckets[num_rows]
-            self._collecting[num_rows] = self._compile_step(bucket, collect=True)
-        return self._collecting[num_rows]
+            return self._steps[bucket]
+        if bucket not in self._collecting:
+            self._collecting[bucket] = self._compile_step(bucket, collect=True)
+        return self._collecting[bucket]
 
     def _compile(self, function: Callable[..., EngineState], *arguments: Any) -> Any:
         program = jax.jit(function, donate_argnums=0, out_shardings=self._state_sharding)
@@ -192,6 +195,7 @@ class Programs:
     def _compile_step(self, bucket: Bucket, collect: bool = False) -> Any:
         shape = StepShape(
             num_rows=bucket.num_rows,
+            num_drafts=bucket.num_drafts,
             width=self._width,
             logit_rows=bucket.logit_rows,
             collect=collect,

@@ -20,19 +20,27 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
+class Drafts(NamedTuple):
+    """How many drafts of a request a step verifies and proposes, at most."""
+
+    verify: int
+    propose: int
+
+
 class ScheduledRequest(NamedTuple):
     """One request's part of a step.
 
     `num_rows` target rows: the next known tokens during prefill, else the newest token and up to
-    `num_rows - 1` drafts; `samples` says whether a token follows from them. `entries` are new
-    (index, page) page-table entries by cache group; `capacity` is the number of positions with
-    pages.
+    `num_rows - 1` drafts; `num_drafts` are proposed for the next step; `samples` says whether a
+    token follows from the rows. `entries` are new (index, page) page-table entries by cache group;
+    `capacity` is the number of positions with pages.
     """
 
     request: Request
     incarnation: int
     slot: int
     num_rows: int
+    num_drafts: int
     samples: bool
     capacity: int
     entries: Sequence[Sequence[tuple[int, int]]]
@@ -51,9 +59,12 @@ class Request:
     hold cache entries. During prefill both are exact for steps in flight too; once a step in flight
     samples, the device may be ahead by up to that step's rows. `incarnation` changes at every
     preemption and at the end: output of an earlier one is dropped. `in_flight`: its parts of the
-    steps that are dispatched and not read. `reuses_prefix` False computes every position,
-    `max_chunk` bounds the rows of its prefill chunks. `awaits_result` keeps it out of a step while
-    one that samples is unread: what the step is told depends on what came out.
+    steps that are dispatched and not read. `proposed` drafts come from the newest of these, or came
+    from the last; `held` from the newest step that was read: modules beyond had run over the first
+    `left[m]` positions when they ran last. `exact` positions are those that all modules hold for
+    good. `reuses_prefix` False computes every position, `max_chunk` bounds the rows of its prefill
+    chunks. `awaits_result` keeps it out of a step while one that samples is unread: what the step
+    is told depends on what came out.
     """
 
     request_id: str
@@ -74,6 +85,10 @@ class Request:
     in_flight: deque[ScheduledRequest] = field(default_factory=deque)
     rows_in_flight: int = 0
     samples_in_flight: int = 0
+    proposed: int = 0
+    held: int = 0
+    left: list[int] = field(default_factory=list)
+    exact: int = 0
     keys: PrefixKeys | None = None
     tables: PageTables | None = None
 
@@ -119,23 +134,36 @@ class Request:
         """Computed positions once the steps in flight ran, at most; exact during prefill."""
         return self.computed + self.rows_in_flight
 
+    def behind(self, num_drafts: int) -> int:
+        """Positions below `max_computed`, at most, that the modules for so many drafts must run
+        over because some of them were left out of the newest step; 0 if none was."""
+        modules = min(num_drafts, len(self.left))
+        if modules <= self.proposed:
+            return 0
+        left = self.computed if modules <= self.held else self.left[modules - 1]
+        return self.max_computed - max(left - (modules - 1), 0)
+
     @property
     def prefilling(self) -> bool:
         """Whether tokens known at admission are still to be scheduled."""
         return self.computed + self.rows_in_flight < self.prefill_end
 
-    def start(self, slot: int, admission: Admission) -> None:
+    def start(self, slot: int, admission: Admission, num_modules: int) -> None:
         """Run from an admission, whose reused tokens are counted for the first incarnation."""
         self.status = RequestStatus.RUNNING
         self.slot = slot
         self.tables = admission.tables
         self.computed = admission.computed
         self.prefill_end = self.length
+        self.held = num_modules
+        self.left = [admission.computed] * num_modules
+        self.exact = admission.exact
         if self.incarnation == 0:
             self.num_cached_tokens = admission.computed
 
     def dispatch(self, row: ScheduledRequest) -> None:
         """Take part in a step that is not read yet."""
+        self.proposed = row.num_drafts
         self.in_flight.append(row)
         self.rows_in_flight += row.num_rows
         self.samples_in_flight += row.samples
@@ -146,7 +174,14 @@ class Request:
         self.rows_in_flight -= row.num_rows
         self.samples_in_flight -= row.samples
         self.tokens.extend(token_ids)
+        for module in range(row.num_drafts, min(self.held, len(self.left))):
+            self.left[module] = self.computed
+        self.held = row.num_drafts
         self.computed = len(self.tokens) - 1 if row.samples else self.computed + row.num_rows
+        if row.num_drafts >= len(self.left):
+            # After a prefix hit more may be held than this step says.
+            exact = min(self.computed, len(self.tokens) - len(self.left))
+            self.exact = max(self.exact, exact)
 
     def wait(self) -> None:
         """Back to waiting, without slot and cache entries."""
@@ -168,4 +203,4 @@ class Request:
         self.slot = -1
         self.tables = None
         self.in_flight.clear()
-        self.rows_in_flight = self.samples_in_flight = 0
+        self.rows_in_flight = self.samples_in_flight = self.proposed = 0

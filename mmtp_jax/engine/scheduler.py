@@ -9,25 +9,35 @@ was preempted meanwhile is dropped.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from mmtp_jax.cache.manager import Admission, CacheManager
 from mmtp_jax.config import require
-from mmtp_jax.engine.request import FinishReason, Request, RequestStatus, ScheduledRequest
+from mmtp_jax.engine.buckets import Bucket
+from mmtp_jax.engine.request import (
+    Drafts,
+    FinishReason,
+    Request,
+    RequestStatus,
+    ScheduledRequest,
+)
 
 _PREFILLING = attrgetter("prefilling")
+_ARRIVAL = attrgetter("arrival")
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Limits of a step.
 
-    `buckets`: the row counts that programs exist for, ascending. `max_num_batched_tokens` bounds
-    the rows of a step, where a request costs max(rows, N) because the modules run at least N rows.
+    `buckets`: the programs, ascending; the last takes every step. `max_num_batched_tokens` bounds
+    the rows of a step, where a request costs max(rows, d) because d modules run at least d rows.
     `max_chunk` bounds the rows of one prefill chunk. `lookahead`: positions beyond a step's rows
     that its drafts are written at. `ahead`: positions beyond these that get pages early where pages
     are plenty, all requests' in the same step, so that most steps hand out none.
@@ -37,7 +47,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     num_speculative_tokens: int
-    buckets: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
     max_chunk: int | None = None
     lookahead: int = 0
     ahead: int = 0
@@ -54,12 +64,15 @@ class SchedulerConfig:
             f"max_num_batched_tokens ({self.max_num_batched_tokens}) must exceed"
             f" num_speculative_tokens ({self.num_speculative_tokens})",
         )
+        programs = [bucket.program for bucket in self.buckets]
         require(
-            len(self.buckets) > 0
-            and list(self.buckets) == sorted(set(self.buckets))
-            and self.buckets[-1] >= self.max_num_batched_tokens,
-            f"buckets {self.buckets} must ascend to at least max_num_batched_tokens"
-            f" ({self.max_num_batched_tokens})",
+            len(programs) > 0
+            and programs == sorted(set(programs))
+            and self.buckets[-1].num_rows >= self.max_num_batched_tokens
+            and self.buckets[-1].num_drafts == self.num_speculative_tokens,
+            f"buckets {[tuple(program) for program in programs]} must ascend to"
+            f" num_speculative_tokens ({self.num_speculative_tokens}) and at least"
+            f" max_num_batched_tokens ({self.max_num_batched_tokens})",
         )
 
     @property
@@ -85,11 +98,19 @@ class ScheduledAdmission:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A step to dispatch: admissions in order, then all rows in one program of `bucket` rows."""
+    """A step to dispatch: admissions in order, then all rows in one program."""
 
     admissions: tuple[ScheduledAdmission, ...]
     requests: tuple[ScheduledRequest, ...]
-    bucket: int
+    bucket: Bucket
+
+
+class _Part(NamedTuple):
+    """What a step gives a request, and the rows of the program that it costs."""
+
+    num_rows: int
+    num_drafts: int
+    cost: int
 
 
 @dataclass(slots=True)
@@ -102,13 +123,17 @@ class _Plan:
     preempted: bool = False
     admissions: list[ScheduledAdmission] = field(default_factory=list)
     requests: dict[str, ScheduledRequest] = field(default_factory=dict)
+    costs: dict[str, int] = field(default_factory=dict)
 
 
 class Scheduler:
-    """First come, first served: `waiting` in order of arrival, all of `running` arrived before it.
+    """First come, first served: `waiting` and `running` are in order of arrival, and all of
+    `running` arrived before what waits, restarts aside.
 
     `chunk_policy(request, limit)` may choose prefill chunks of 1..limit rows, and
-    `draft_policy(request)` the number of drafts to verify (0..num_speculative_tokens).
+    `draft_policy(request)` the numbers of drafts to verify and to propose for one that decodes
+    (0..num_speculative_tokens; a prefill always proposes as many as it can). It proposes fewer
+    while modules that were left out are too far behind, or the step has no rows for them.
     """
 
     def __init__(
@@ -116,7 +141,7 @@ class Scheduler:
         config: SchedulerConfig,
         cache: CacheManager,
         chunk_policy: Callable[[Request, int], int] | None = None,
-        draft_policy: Callable[[Request], int] | None = None,
+        draft_policy: Callable[[Request], Drafts] | None = None,
     ) -> None:
         require(
             config.max_num_batched_tokens >= cache.num_modules,
@@ -125,7 +150,7 @@ class Scheduler:
         )
         for group in cache.groups:
             rows = config.max_rows + config.lookahead
-            needed = group.pages_for_one_request(cache.num_modules, config.max_model_len, rows)
+            needed = group.pages_for_one_request(cache.behind, config.max_model_len, rows)
             require(
                 group.num_pages - 1 >= needed,
                 f"num_pages must be >= {needed + 1} for one request of"
@@ -139,8 +164,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}
         # What every step looks up for every request.
-        self._window = config.num_speculative_tokens + 1
-        self._least_cost = cache.num_modules
+        self._all_drafts = Drafts(config.num_speculative_tokens, config.num_speculative_tokens)
+        self._num_modules = cache.num_modules
         self._arrivals = 0
         self._steps = 0
         self._free_slots = list(range(config.max_num_seqs))
@@ -177,6 +202,13 @@ class Scheduler:
             self._end(request, reason)
         return request
 
+    def restart(self, request: Request) -> None:
+        """Let a running request begin again where its cached prefix ends: modules that were left
+        out are then brought back by a prefill. Output in flight is computed anew."""
+        self._release(request)
+        request.preempt()
+        bisect.insort(self.waiting, request, key=_ARRIVAL)
+
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing can run before an earlier step is read."""
         interval = self.config.steps_per_reserve
@@ -195,8 +227,19 @@ class Scheduler:
         if not plan.requests:
             return None
         self._steps += 1
-        bucket = next(bucket for bucket in self.config.buckets if bucket >= plan.cost)
-        return ScheduledStep(tuple(plan.admissions), tuple(plan.requests.values()), bucket)
+        requests = tuple(plan.requests.values())
+        return ScheduledStep(tuple(plan.admissions), requests, self._bucket(requests, plan.cost))
+
+    def _bucket(self, requests: Sequence[ScheduledRequest], cost: int) -> Bucket:
+        """The smallest program, of those with the fewest modules, that can run a step."""
+        drafts = max([row.num_drafts for row in requests])
+        return next(
+            bucket
+            for bucket in self.config.buckets
+            if bucket.num_drafts >= drafts
+            and bucket.num_rows >= cost
+            and bucket.num_requests >= len(requests)
+        )
 
     def update(
         self,
@@ -211,12 +254,12 @@ class Scheduler:
         """
         request = row.request
         request.advance(token_ids)
-        tables, computed, length = request.tables, request.computed, len(request.tokens)
+        tables, computed = request.tables, request.computed
         assert tables is not None
-        self.cache.publish(tables, computed, length)
+        self.cache.publish(tables, computed, request.exact)
         self.cache.retire(tables, computed)
         if finish_reason is None:
-            if length < request.limit:
+            if len(request.tokens) < request.limit:
                 return False
             finish_reason = "length"
         self._end(request, finish_reason)
@@ -224,8 +267,8 @@ class Scheduler:
 
     def _schedule_running(self, request: Request, plan: _Plan) -> None:
         """Give a running request rows if it has any to run, preempting later arrivals for pages."""
-        num_rows = self._num_rows(request, plan.budget)
-        while num_rows > 0 and not self._add_rows(request, num_rows, plan):
+        part = self._part(request, plan)
+        while part is not None and not self._add(request, part, plan):
             if len(self.running) == 1:
                 return  # pages outside its windows come back when the steps in flight are read
             victim = self.running[-1]
@@ -233,35 +276,45 @@ class Scheduler:
             if victim is request:
                 return
 
-    def _num_rows(self, request: Request, budget: int) -> int:
-        """Rows the next step gives a request within a budget of costs; 0 for none."""
+    def _part(self, request: Request, plan: _Plan) -> _Part | None:
+        """What the next step can give a request."""
         if request.awaits_result and request.samples_in_flight:
-            return 0
-        if request.prefilling:
-            chunk = min(request.prefill_end - request.max_computed, budget)
-            if self.config.max_chunk is not None:
-                chunk = min(chunk, self.config.max_chunk)
-            if request.max_chunk is not None:
-                chunk = min(chunk, request.max_chunk)
-            if chunk > 0 and self._chunk_policy is not None:
-                chunk = self._chunk_policy(request, chunk)
-            num_rows = chunk
-        else:
-            num_rows = self._window
-            if self._draft_policy is not None:
-                num_rows = self._draft_policy(request) + 1
-            most = request.limit - request.min_length
-            if num_rows > most:
-                num_rows = most
-        return num_rows if self._cost(num_rows) <= budget else 0
+            return None
+        if len(plan.requests) >= self.config.buckets[-1].num_requests:
+            return None
+        part = self._chunk(request, plan) if request.prefilling else self._window(request, plan)
+        return part if part.num_rows > 0 and part.cost <= plan.budget else None
 
-    def _cost(self, num_rows: int) -> int:
-        return num_rows if num_rows > self._least_cost else self._least_cost
+    def _chunk(self, request: Request, plan: _Plan) -> _Part:
+        """The next rows of a prefill."""
+        chunk = min(request.prefill_end - request.max_computed, plan.budget)
+        if self.config.max_chunk is not None:
+            chunk = min(chunk, self.config.max_chunk)
+        if request.max_chunk is not None:
+            chunk = min(chunk, request.max_chunk)
+        if chunk > 0 and self._chunk_policy is not None:
+            chunk = self._chunk_policy(request, chunk)
+        return _Part(chunk, self.config.num_speculative_tokens, max(chunk, self._num_modules))
 
-    def _add_rows(self, request: Request, num_rows: int, plan: _Plan) -> bool:
+    def _window(self, request: Request, plan: _Plan) -> _Part:
+        """The newest token of a request that decodes, with drafts."""
+        verify, propose = self._all_drafts
+        if self._draft_policy is not None:
+            verify, propose = self._draft_policy(request)
+            verify = min(verify, request.proposed)
+        num_rows = min(verify + 1, request.limit - request.min_length)
+        behind = request.behind(propose)
+        if behind and (behind > self.cache.behind or num_rows + behind > plan.budget):
+            propose, behind = request.proposed, 0
+        least = propose if propose < self._num_modules else self._num_modules
+        cost = num_rows + behind
+        return _Part(num_rows, propose, cost if cost > least else least)
+
+    def _add(self, request: Request, part: _Part, plan: _Plan) -> bool:
         """Reserve pages and add the request to the step; False if out of pages."""
         tables = request.tables
         assert tables is not None
+        num_rows, num_drafts, cost = part
         end = request.computed + request.rows_in_flight + num_rows
         samples = end >= request.prefill_end
         needed = end + self.config.lookahead
@@ -280,6 +333,7 @@ class Scheduler:
         if (
             row is None
             or row.num_rows != num_rows
+            or row.num_drafts != num_drafts
             or row.samples is not samples
             or row.capacity != tables.capacity
             or row.entries
@@ -289,12 +343,13 @@ class Scheduler:
                 request.incarnation,
                 request.slot,
                 num_rows,
+                num_drafts,
                 samples,
                 tables.capacity,
                 entries,
             )
         plan.requests[request.request_id] = row
-        cost = self._cost(num_rows)
+        plan.costs[request.request_id] = cost
         plan.budget -= cost
         plan.cost += cost
         request.dispatch(row)
@@ -308,28 +363,27 @@ class Scheduler:
         admission = self.cache.admit(request.keys, reuse=request.reuses_prefix)
         if admission is None:
             return False
-        request.start(self._free_slots[0], admission)
-        if not self._add_rows(request, self._num_rows(request, plan.budget), plan):
+        request.start(self._free_slots[0], admission, self._num_modules)
+        part = self._part(request, plan)
+        if part is None or not self._add(request, part, plan):
             self.cache.free(admission.tables)
             request.wait()
             return False
         heapq.heappop(self._free_slots)
         self.waiting.popleft()
-        self.running.append(request)
+        bisect.insort(self.running, request, key=_ARRIVAL)
         plan.admissions.append(ScheduledAdmission(request.slot, request, admission))
         return True
 
     def _preempt(self, request: Request, plan: _Plan) -> None:
         """Take a running request's pages and slot, and its rows if it has some in this step."""
-        row = plan.requests.pop(request.request_id, None)
-        if row is not None:
-            plan.budget += self._cost(row.num_rows)
-            plan.cost -= self._cost(row.num_rows)
+        if plan.requests.pop(request.request_id, None) is not None:
+            cost = plan.costs.pop(request.request_id)
+            plan.budget += cost
+            plan.cost -= cost
         plan.preempted = True
         self.num_preemptions += 1
-        self._release(request)
-        request.preempt()
-        self.waiting.appendleft(request)
+        self.restart(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         del self._requests[request.request_id]

@@ -13,9 +13,13 @@ import numpy as np
 from mmtp_jax.cache.layout import CacheLayout
 from mmtp_jax.cache.manager import CacheGroup
 from mmtp_jax.cache.pages import bytes_per_page
-from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig
+from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig, SpeculativeConfig
 
 CPU_CACHE_BYTES = 1 << 30
+# Where draft lengths vary, modules that were left out of steps can come back as long as they are
+# not further behind; then only a restart brings them back. Rows of a step are cheap as long as they
+# are few: a dozen steps of a module that would not have paid.
+KEPT_BEHIND = 32
 
 
 def cache_budget(config: CacheConfig) -> int:
@@ -27,6 +31,14 @@ def cache_budget(config: CacheConfig) -> int:
     if jax.default_backend() == "cpu" or limit is None:
         return CPU_CACHE_BYTES
     return max(int(limit * config.memory_fraction) - int(stats.get("bytes_in_use", 0)), 0)
+
+
+def behind_of(speculative: SpeculativeConfig, num_modules: int) -> int:
+    """The last computed positions that modules may run over again: those after rejected drafts, or
+    as many as they may miss."""
+    if speculative.adaptive and num_modules:
+        return max(KEPT_BEHIND, num_modules)
+    return max(num_modules - 1, 0)
 
 
 def cache_groups(
@@ -48,7 +60,7 @@ def cache_groups(
         return groups
     costs = [bytes_per_page(group, page_size, dtype) for group in layout.groups]
     useful = [
-        1 + 2 * config.max_num_seqs * _pages_of_one(group, layout, config, max_model_len)
+        1 + 2 * config.limits.max_num_seqs * _pages_of_one(group, layout, config, max_model_len)
         for group in groups
     ]
 
@@ -80,5 +92,6 @@ def fit_model_len(layout: CacheLayout, config: EngineConfig, dtype: np.dtype, wa
 def _pages_of_one(
     group: CacheGroup, layout: CacheLayout, config: EngineConfig, max_model_len: int
 ) -> int:
-    rows = config.max_num_batched_tokens + config.speculative.num_drafts
-    return group.pages_for_one_request(len(layout.modules), max_model_len, rows)
+    rows = config.limits.max_num_batched_tokens + config.speculative.num_drafts
+    behind = behind_of(config.speculative, len(layout.modules))
+    return group.pages_for_one_request(behind, max_model_len, rows)

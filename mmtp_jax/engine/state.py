@@ -24,21 +24,22 @@ from mmtp_jax.sampling.state import SamplingState, empty, write_slot
 
 class Numbers(NamedTuple):
     """What is counted of each request: tokens and positions (see above), the `limit` of its tokens,
-    the `drafts` it holds, the positions `target_valid` that the target's cache was given, and
-    whether it is `done` (0 or 1)."""
+    the `drafts` it holds, the positions `target_valid` that the target's cache was given, how many
+    modules `ran` in its last step, and whether it is `done` (0 or 1)."""
 
     length: Int32[Array, "*B"]
     computed: Int32[Array, "*B"]
     limit: Int32[Array, "*B"]
     drafts: Int32[Array, "*B"]
     target_valid: Int32[Array, "*B"]
+    ran: Int32[Array, "*B"]
     done: Int32[Array, "*B"]
 
     @classmethod
-    def unpack(cls, packed: Int32[Array, "*B 6"]) -> Numbers:
+    def unpack(cls, packed: Int32[Array, "*B 7"]) -> Numbers:
         return cls(*(packed[..., column] for column in range(len(cls._fields))))
 
-    def pack(self) -> Int32[Array, "*B 6"]:
+    def pack(self) -> Int32[Array, "*B 7"]:
         return jnp.stack(self, axis=-1)
 
 
@@ -53,7 +54,7 @@ class EngineState:
     """
 
     tokens: Int32[Array, "R L"]
-    numbers: Int32[Array, "R 6"]
+    numbers: Int32[Array, "R 7"]
     exact: Int32[Array, "R N"]
     hidden: Float[Array, "R lag H"]
     tables: tuple[Int32[Array, "R MP"], ...]
@@ -89,6 +90,7 @@ def initial_state(
     max_model_len: int,
     num_modules: int,
     num_drafts: int,
+    lag: int,
     num_rows: int,
     hidden_size: int,
     vocab_size: int,
@@ -96,14 +98,15 @@ def initial_state(
     page_size: int,
     dtype: np.dtype,
 ) -> EngineState:
-    """All slots empty; `lag` = max(num_modules, 1) hidden states suffice for any accepted count."""
+    """All slots empty. `lag` hidden states are kept: max(num_modules, 1) suffice for any accepted
+    count where all modules run in every step."""
     zero = jnp.zeros(num_slots, jnp.int32)
     width = -(-max_model_len // page_size)
     return EngineState(
         tokens=jnp.zeros((num_slots, max_model_len + max(num_drafts, 1)), jnp.int32),
-        numbers=Numbers(zero, zero, zero, zero, zero, done=zero + 1).pack(),
+        numbers=Numbers(zero, zero, zero, zero, zero, zero, done=zero + 1).pack(),
         exact=jnp.zeros((num_slots, num_modules), jnp.int32),
-        hidden=jnp.zeros((num_slots, max(num_modules, 1), hidden_size), dtype),
+        hidden=jnp.zeros((num_slots, lag, hidden_size), dtype),
         tables=tuple(jnp.zeros((num_slots, width), jnp.int32) for _ in layout.groups),
         pages=allocate(layout, num_pages, page_size, dtype),
         sampling=empty(num_slots, vocab_size, width=num_drafts + 1),
@@ -124,7 +127,7 @@ def admit(state: EngineState, new: AdmissionArrays) -> EngineState:
     tables, partly reused pages are copied. One request at a time, so no index can repeat."""
     slot, length, computed, exact, target_valid, limit = (new.numbers[i] for i in range(6))
     none = jnp.zeros_like(slot)
-    numbers = Numbers(length, computed, limit, none, target_valid, none)
+    numbers = Numbers(length, computed, limit, none, target_valid, none, none)
     return EngineState(
         tokens=state.tokens.at[slot].set(new.tokens),
         numbers=state.numbers.at[slot].set(numbers.pack()),

@@ -1,7 +1,8 @@
 """The jitted program of the engine: target forward, verify, catch_up; pure in and out.
 
-Compiled per bucket of T rows only. Requests, page-table width and sampling features multiply
-nothing: prompt chunks, decode windows and mixtures of both are the same program.
+Compiled per bucket of T rows and, where draft lengths vary, per number D of modules that run.
+Requests, page-table width and sampling features multiply nothing: prompt chunks, decode windows and
+mixtures of both are the same program.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ Chooser = Callable[[Array, SamplingState, Array, Array, Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class StepShape:
-    """Static numbers of one program: T rows, W = k+1 columns of emitted tokens, S logit rows."""
+    """Static numbers of one program: T rows, D drafts of a request at most, W columns of emitted
+    tokens, S logit rows."""
 
     num_rows: int
+    num_drafts: int
     width: int
     logit_rows: int
     collect: bool = False
@@ -94,13 +97,13 @@ def _requests(state: EngineState, plan: StepPlan) -> _Requests:
 def _target_rows(plan: StepPlan, requests: _Requests, num_rows: int) -> Rows:
     """Rows this step computes: known tokens first, then as many drafts as the plan, the request's
     limit and its pages allow."""
-    length, computed, limit, held, _, done = requests.numbers
-    known = jnp.minimum(plan.rows, length - computed)
-    room = jnp.minimum(held, limit - 1 - length)
+    numbers = requests.numbers
+    known = jnp.minimum(plan.rows, numbers.length - numbers.computed)
+    room = jnp.minimum(numbers.drafts, numbers.limit - 1 - numbers.length)
     drafts = jnp.clip(plan.rows - known, 0, jnp.maximum(room, 0))
-    count = jnp.clip(known + drafts, 0, jnp.maximum(plan.capacity - computed, 0))
-    count = jnp.where((done != 0) | (plan.rows == 0), 0, count)
-    return pack_rows(computed, count, requests.tables, num_rows)
+    count = jnp.clip(known + drafts, 0, jnp.maximum(plan.capacity - numbers.computed, 0))
+    count = jnp.where((numbers.done != 0) | (plan.rows == 0), 0, count)
+    return pack_rows(numbers.computed, count, requests.tables, num_rows)
 
 
 def _count(rows: Rows) -> Int32[Array, " B"]:
@@ -167,15 +170,18 @@ def _emit(
     )
 
 
-def _advance(requests: _Requests, rows: Rows, emission: _Emission, num_drafts: int) -> Numbers:
-    """The requests' numbers after the step. A request that sampled has computed all tokens but the
-    newest."""
-    before, emitted = requests.numbers, emission.num_emitted
+def _advance(
+    requests: _Requests, rows: Rows, emission: _Emission, drafts: Int32[Array, " B"]
+) -> Numbers:
+    """The requests' numbers after a step that proposes `drafts`. A request that sampled has
+    computed all tokens but the newest."""
+    before, emitted, count = requests.numbers, emission.num_emitted, _count(rows)
     length = before.length + emitted
     return before._replace(
         length=length,
-        computed=jnp.where(emitted > 0, length - 1, before.computed + _count(rows)),
-        drafts=jnp.where(emission.goes_on, num_drafts, 0),
+        computed=jnp.where(emitted > 0, length - 1, before.computed + count),
+        drafts=jnp.where(emission.goes_on, drafts, 0),
+        ran=jnp.where(count > 0, drafts, before.ran),
         done=before.done | emission.ended,
     )
 
@@ -207,56 +213,65 @@ def _propose(
     emission: _Emission,
     numbers: Numbers,
     states: Float[Array, "T H"],
-    capacity: Int32[Array, " B"],
-) -> tuple[EngineState, Proposal, Rows]:
-    """Bring every module up to `computed` and draft for the requests that go on.
+    plan: StepPlan,
+) -> tuple[EngineState, Proposal | None, Rows]:
+    """Bring the modules that run for a request up to `computed`, and draft where it goes on.
 
     `state` is committed, `requests` and `rows` are from before, `numbers` from after it; `states`
-    are the rows' hidden states that the modules are fed with, `capacity` the positions that have
-    pages.
+    are the rows' hidden states that the modules are fed with.
     """
+    mtp = graph.config.mtp
+    assert mtp is not None
     slot, before, computed = requests.slot, requests.numbers, numbers.computed
     accepted = jnp.maximum(emission.num_emitted - 1, 0)
-    exact = advance_exact(state.exact[requests.row], before.computed, before.length, accepted)
-    start = jnp.min(exact, axis=1)
+    exact = advance_exact(
+        state.exact[requests.row], before.computed, before.length, accepted, before.ran
+    )
+    num_modules = exact.shape[1]
+    modules = jnp.minimum(plan.drafts, num_modules)
+    runs = jnp.arange(num_modules) < modules[:, None]
+    start = jnp.min(jnp.where(runs, exact, computed[:, None]), axis=1)
     behind = jnp.where(_count(rows) > 0, jnp.maximum(computed - start, 0), 0)
     window = pack_rows(start, behind, requests.tables, shape.num_rows)
     # Masks are for the indices just verified; beyond the newest token they would be stale.
     sampling = without_masks(state.sampling)
-    draft_slot = jnp.where(emission.goes_on, slot, state.num_slots)
 
     def hidden_at(request: Int32[Array, "*X"], position: Int32[Array, "*X"]) -> Array:
         first = rows.cu_q_lens[request]
         old = before.computed[request]
         return _hidden_at(state.hidden, states, slot[request], position, old, first)
 
-    assert graph.config.mtp is not None
-    propose = catch_up if graph.config.mtp.repeats == 1 else repeat_module
-    proposal = propose(
-        graph,
-        model,
-        state.tokens,
-        state.pages,
-        Window(
-            rows=window,
-            feed=hidden_at(window.request, window.position),
-            slot=slot,
-            exact=exact,
-            length=numbers.length,
-            drafting=emission.goes_on,
-            capacity=capacity,
-        ),
-        lambda logits, index, history: choose_draft(logits, sampling, draft_slot, index, history),
-        collect=shape.collect,
-        unroll=shape.unroll,
-    )
+    proposal = None
+    if shape.num_drafts > 0:
+        propose = catch_up if mtp.repeats == 1 else repeat_module
+        proposal = propose(
+            graph,
+            model,
+            state.tokens,
+            state.pages,
+            Window(
+                rows=window,
+                feed=hidden_at(window.request, window.position),
+                slot=slot,
+                exact=exact,
+                length=numbers.length,
+                modules=modules,
+                drafts=jnp.where(emission.goes_on, plan.drafts, 0),
+                capacity=plan.capacity,
+            ),
+            lambda logits, slot, index, history: choose_draft(
+                logits, sampling, slot, index, history
+            ),
+            drafts=shape.num_drafts,
+            collect=shape.collect,
+            unroll=shape.unroll,
+        )
+        state = dataclasses.replace(state, tokens=proposal.tokens, pages=proposal.pages)
     lag = state.hidden.shape[1]
     kept = computed[:, None] - lag + jnp.arange(lag)
     owner = jnp.broadcast_to(jnp.arange(slot.shape[0])[:, None], kept.shape)
     state = dataclasses.replace(
         state,
-        tokens=proposal.tokens,
-        pages=proposal.pages,
         exact=state.exact.at[slot].set(exact, mode="drop"),
         hidden=state.hidden.at[slot].set(hidden_at(owner, kept), mode="drop"),
     )
@@ -294,9 +309,10 @@ def step(
         )
     with jax.named_scope("verify"):
         emission = _emit(model, shape, state, requests, rows, normed)
-        numbers = _advance(requests, rows, emission, graph.config.num_drafts)
+        numbers = _advance(requests, rows, emission, plan.drafts)
         state = _commit(state, requests, emission, numbers)
     proposal, window = None, None
+    drafts = jnp.zeros((plan.slot.shape[0], shape.width - 1), jnp.int32)
     if mtp is not None:
         states = raw if mtp.target_hidden == "pre" else normed
         state, proposal, window = _propose(
@@ -310,9 +326,10 @@ def step(
             emission,
             numbers,
             states,
-            plan.capacity,
+            plan,
         )
-    no_drafts = jnp.zeros((plan.slot.shape[0], 0), jnp.int32)
+    if proposal is not None:
+        drafts = drafts.at[:, : shape.num_drafts].set(proposal.drafts)
     output = StepOutput.pack(
         count=emission.num_emitted,
         drafted=jnp.maximum(emission.num_draws - 1, 0),
@@ -320,7 +337,7 @@ def step(
         first_row=rows.cu_q_lens[:-1],
         first_position=requests.numbers.computed,
         tokens=emission.tokens,
-        drafts=no_drafts if proposal is None else proposal.drafts,
+        drafts=drafts,
         collected=all_logits(model, normed, rows, window, proposal) if shape.collect else None,
     )
     return state, output

@@ -61,7 +61,6 @@ class EngineClient:
         self.loaded: Loaded | None = None
         self.failure: str | None = None
         self.dead = asyncio.Event()
-        self._limit = config.max_num_seqs + max_waiting
         self._max_waiting = max_waiting
         self._on_step = on_step
         self._refusal: APIError | None = EngineStarting("starting its process")
@@ -110,7 +109,9 @@ class EngineClient:
         """
         if self._refusal is not None:
             raise self._refusal
-        if len(self._sinks) + len(requests) > self._limit:
+        assert self.loaded is not None  # or there would be a refusal
+        most = self.loaded.max_num_seqs + self._max_waiting
+        if len(self._sinks) + len(requests) > most:
             raise Overloaded(self._max_waiting)
         for request, sink in requests:
             self._sinks[request.request_id] = sink

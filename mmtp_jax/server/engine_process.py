@@ -129,6 +129,7 @@ def _start(config: EngineConfig, channel: Channel) -> tuple[EngineCore, Grammars
             eos_token_ids=model.eos_token_ids,
             num_drafts=model.num_drafts,
             max_model_len=loaded.max_model_len,
+            max_num_seqs=loaded.config.limits.max_num_seqs,
             description=describe(loaded),
         )
     )

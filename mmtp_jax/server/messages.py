@@ -47,6 +47,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     eos_token_ids: tuple[int, ...]
     num_drafts: int
     max_model_len: int
+    max_num_seqs: int
     description: str
 
 

@@ -15,13 +15,16 @@ def advance_exact(
     computed: Int32[Array, " B"],
     length: Int32[Array, " B"],
     accepted: Int32[Array, " B"],
+    ran: Int32[Array, " B"],
 ) -> Int32[Array, "B N"]:
     """Exact counts after a verification.
 
-    `computed` and `length` are the values when the modules last ran (before this verification) and
-    `accepted` the drafts it confirmed (0 for prompt chunks). Counts never fall: after a prefix hit
-    the formula alone would dip below the reused length and rewrite shared pages.
+    `computed` and `length` are the values before this verification, when the first `ran` modules
+    ran, and `accepted` the drafts it confirmed (0 for prompt chunks). Of a module that did not run
+    it says nothing. Counts never fall: after a prefix hit the formula alone would dip below the
+    reused length and rewrite shared pages.
     """
     depth = jnp.arange(exact.shape[1])
     confirmed = (length + accepted - 1)[:, None] - depth
-    return jnp.maximum(exact, jnp.minimum(computed[:, None], confirmed))
+    advanced = jnp.maximum(exact, jnp.minimum(computed[:, None], confirmed))
+    return jnp.where(depth < ran[:, None], advanced, exact)

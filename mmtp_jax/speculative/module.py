@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from mmtp_jax.cache.pages import Pages
 from mmtp_jax.models.model import Model
@@ -16,18 +16,20 @@ from mmtp_jax.models.rows import Rows
 from mmtp_jax.models.visit import Visit
 from mmtp_jax.specs import MTPConfig
 
-# (logits [B, V], index of the token to choose [B], token history [R, L]) -> token [B]
-Choose = Callable[[Array, Array, Array], Array]
+# (logits [B, V], slot [B] (R: nothing is wanted), index of the token to choose [B], token history
+# [R, L]) -> token [B]
+Choose = Callable[[Array, Array, Array, Array], Array]
 
 
 @dataclass(frozen=True)
 class Window:
     """What the modules are run over: the rows that some module does not hold yet, of B requests.
 
+    The first `modules[b]` of them run for request b; what others compute of its rows is dropped.
     `feed` holds the target's hidden state of every row, `length` the committed tokens: draft m+1 is
-    for index length + m and is written to the history of requests that are `drafting`. `exact`
-    counts the leading positions at which each module's entries are final, `capacity` the positions
-    that have pages.
+    for index length + m, and is written to the history if it is one of the first `drafts[b]`.
+    `exact` counts the leading positions at which each module's entries are final, `capacity` the
+    positions that have pages.
     """
 
     rows: Rows
@@ -35,16 +37,18 @@ class Window:
     slot: Int32[Array, " B"]
     exact: Int32[Array, "B N"]
     length: Int32[Array, " B"]
-    drafting: Bool[Array, " B"]
+    modules: Int32[Array, " B"]
+    drafts: Int32[Array, " B"]
     capacity: Int32[Array, " B"]
 
 
 class Proposal(NamedTuple):
     """Drafts per request, the history with the drafts appended, the pages, the last module's output
-    at each request's newest row, and (scoring) all logits.
+    at each request's newest row, and (scoring) all logits. Drafts beyond what was asked for mean
+    nothing.
     """
 
-    drafts: Int32[Array, "B K"]
+    drafts: Int32[Array, "B D"]
     tokens: Int32[Array, "R L"]
     pages: Pages
     output: Float[Array, "B H"]

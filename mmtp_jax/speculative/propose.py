@@ -1,10 +1,11 @@
 """catch_up: one primitive that keeps every module's cache exact and proposes the next drafts.
 
-The window of a request is the positions `[min_m exact[m], computed)`: everything some module does
-not hold yet or holds only for rejected drafts. The modules run over these rows in order; each
-writes only where `position >= exact[m]` and reads all earlier entries from its cache. The last row
-of module m gives draft m+1, which joins the token history as module m+1's input. The same call
-serves decode, rejection, chunk boundaries, prefix hits and resumption.
+The window of a request is the positions `[min_m exact[m], computed)` over the modules m that run
+for it: everything one of them does not hold yet or holds only for rejected drafts. The modules run
+over these rows in order; each writes only where `position >= exact[m]` and reads all earlier
+entries from its cache. The last row of module m gives draft m+1, which joins the token history as
+module m+1's input. The same call serves decode, rejection, chunk boundaries, prefix hits,
+resumption, and modules that were left out of some steps.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ def catch_up(
     window: Window,
     choose: Choose,
     *,
+    drafts: int,
     collect: bool = False,
     unroll: bool = False,
 ) -> Proposal:
-    """Run all modules over the window rows; one draft from each."""
+    """Run the first modules, as many as `drafts` needs, over the window rows; a draft from each."""
     mtp = graph.config.mtp
     assert mtp is not None and model.mtp is not None
     rows, num_slots = window.rows, tokens.shape[0]
     row_slot = window.slot[rows.request]
     last_row = jnp.maximum(rows.cu_q_lens[1:] - 1, 0)
-    draft_slot = jnp.where(window.drafting, window.slot, num_slots)
 
     def module_step(run: int, carry: tuple, inputs: tuple) -> tuple[tuple, tuple]:
         tokens, feed, pages = carry
@@ -49,13 +50,15 @@ def catch_up(
         module = nnx.merge(graphs[run], params)
         consumed = tokens.at[row_slot, rows.position + 1 + number].get(mode="clip")
         write = rows.real & (rows.position >= window.exact[rows.request, number])
+        write &= number < window.modules[rows.request]
         ahead = number + 1 if mtp.consumed_position else 0
         visit = Visit(rows, write, graph.layout.modules[starts[run]], depth, ahead)
         output, normed, pages = run_module(mtp, model, module, consumed, feed, visit, pages)
         index = window.length + number
         chosen_from = module_logits(model, module, normed[last_row])
+        draft_slot = jnp.where(number < window.drafts, window.slot, num_slots)
         with jax.named_scope("sample"):
-            draft = choose(chosen_from, index, tokens)
+            draft = choose(chosen_from, draft_slot, index, tokens)
             tokens = tokens.at[draft_slot, index].set(draft, mode="drop")
         everything = module_logits(model, module, normed) if collect else None
         feed = feed if mtp.feed == "target" else output
@@ -64,16 +67,18 @@ def catch_up(
     carry = (tokens, window.feed, pages)
     graphs, starts, outputs = [], [], []
     for run, (first, count) in enumerate(runs(mtp)):
+        if first >= drafts:
+            break
         run_graph, params = nnx.split(model.mtp.runs[run])
         graphs.append(run_graph)
         starts.append(first)
         step = functools.partial(module_step, run)
-        carry, output = _over_depths(step, carry, params, first, count, unroll)
+        carry, output = _over_depths(step, carry, params, first, min(count, drafts - first), unroll)
         outputs.append(output)
     tokens, _, pages = carry
-    drafts, last, logits = zip(*outputs, strict=True)
+    proposed, last, logits = zip(*outputs, strict=True)
     return Proposal(
-        jnp.concatenate(drafts).T,
+        jnp.concatenate(proposed).T,
         tokens,
         pages,
         last[-1][-1],
@@ -89,13 +94,14 @@ def _over_depths(
     count: int,
     unroll: bool,
 ) -> tuple[tuple, tuple]:
-    """Scan the `count` modules from `first` on, whose parameters are stacked.
+    """Scan `count` modules from `first` on, the first of those whose parameters are stacked.
 
     Unrolled (but traced once) for GPUs, where a loop would be driven by the host; every depth has a
     name of its own in profiles.
     """
     if not unroll:
         depths = jnp.arange(count, dtype=jnp.int32)
+        params = jax.tree.map(lambda leaf: leaf[:count], params)
         with jax.named_scope(f"mtp_{first}_to_{first + count - 1}"):
             return jax.lax.scan(step, carry, (params, depths, first + depths))
     outputs, step = [], jax.jit(step)

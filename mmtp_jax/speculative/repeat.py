@@ -30,22 +30,25 @@ def repeat_module(
     window: Window,
     choose: Choose,
     *,
+    drafts: int,
     collect: bool = False,
     unroll: bool = False,
 ) -> Proposal:
-    """`mtp.repeats` drafts from the only module. Same arguments as `catch_up`."""
+    """All drafts from the only module. Same arguments as `catch_up`."""
     mtp = graph.config.mtp
     assert mtp is not None and model.mtp is not None
-    first = catch_up(graph, model, tokens, pages, window, choose, collect=collect, unroll=unroll)
+    first = catch_up(
+        graph, model, tokens, pages, window, choose, drafts=1, collect=collect, unroll=unroll
+    )
     run_graph, params = nnx.split(model.mtp.runs[0])
     module = nnx.merge(run_graph, jax.tree.map(lambda leaf: leaf[0], params))
     num_slots, num_requests = tokens.shape[0], window.slot.shape[0]
-    draft_slot = jnp.where(window.drafting, window.slot, num_slots)
     newest = window.rows.kv_lens - 1  # the position of the first draft's row
 
     def draft_next(carry: tuple, number: Int32[Array, ""]) -> tuple[tuple, Array]:
         tokens, feed, pages = carry
-        count = window.drafting.astype(jnp.int32)
+        drafting = number < window.drafts
+        count = drafting.astype(jnp.int32)
         rows = pack_rows(newest + number, count, window.rows.tables, num_requests)
         consumed = tokens.at[window.slot[rows.request], rows.position + 1].get(mode="clip")
         write = rows.real & (rows.position < window.capacity[rows.request])
@@ -56,18 +59,19 @@ def repeat_module(
         )
         row = jnp.maximum(rows.cu_q_lens[1:] - 1, 0)
         index = window.length + number
+        draft_slot = jnp.where(drafting, window.slot, num_slots)
         with jax.named_scope("draft"):
-            draft = choose(module_logits(model, module, normed[row]), index, tokens)
+            draft = choose(module_logits(model, module, normed[row]), draft_slot, index, tokens)
             tokens = tokens.at[draft_slot, index].set(draft, mode="drop")
         return (tokens, output[row], pages), draft
 
     with jax.named_scope("mtp_repeats"):
-        carry, drafts = jax.lax.scan(
+        carry, others = jax.lax.scan(
             draft_next,
             (first.tokens, first.output, first.pages),
-            jnp.arange(1, mtp.repeats, dtype=jnp.int32),
-            unroll=mtp.repeats - 1 if unroll else 1,
+            jnp.arange(1, drafts, dtype=jnp.int32),
+            unroll=max(drafts - 1, 1) if unroll else 1,
         )
     tokens, output, pages = carry
-    drafts = jnp.concatenate([first.drafts, drafts.T], axis=1)
-    return Proposal(drafts, tokens, pages, output, first.logits)
+    proposed = jnp.concatenate([first.drafts, others.T], axis=1)
+    return Proposal(proposed, tokens, pages, output, first.logits)

@@ -89,7 +89,9 @@ def compile_step(config: ModelConfig, chunk: int = 0) -> Compiled:
     graph = model_graph(config)
     width, num_groups = config.num_drafts + 1, len(graph.layout.groups)
     num_rows = REQUESTS * width + chunk
-    bucket = Bucket(num_rows, REQUESTS, REQUESTS * width, 3 * REQUESTS * num_groups)
+    bucket = Bucket(
+        config.num_drafts, num_rows, REQUESTS, REQUESTS * width, 3 * REQUESTS * num_groups
+    )
     state = jax.eval_shape(
         functools.partial(
             initial_state,
@@ -98,6 +100,7 @@ def compile_step(config: ModelConfig, chunk: int = 0) -> Compiled:
             max_model_len=1024,
             num_modules=config.num_modules,
             num_drafts=config.num_drafts,
+            lag=max(config.num_modules, 1),
             num_rows=num_rows,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
@@ -107,7 +110,7 @@ def compile_step(config: ModelConfig, chunk: int = 0) -> Compiled:
         )
     )
     params = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(DTYPE)) for leaf in graph.leaves())
-    shape = StepShape(num_rows, width, bucket.logit_rows, unroll=True)
+    shape = StepShape(num_rows, config.num_drafts, width, bucket.logit_rows, unroll=True)
     report = compile_for_h200(
         functools.partial(step, graph, shape, sample),
         params,

@@ -56,7 +56,7 @@ class Slot:
     exact: list[int]
     valid: tuple[int, ...]
     tables: list[list[int]]
-    ran: tuple[int, int]
+    ran: tuple[int, int, int]  # computed positions, tokens, and how many modules ran there
     drafts: list[int] = field(default_factory=list)
     stopped: bool = False
 
@@ -79,6 +79,7 @@ class SymbolicDevice:
         ]
         self._empty = empty
         self.num_copies = 0
+        self.most_rows = 0  # of the latest step, the target's or the modules'
         self._snapshots: dict[tuple[int, int], tuple[object, object]] = {}
 
     def admit(self, slot: int, tokens: Sequence[int], limit: int, admission: Admission) -> None:
@@ -95,7 +96,7 @@ class SymbolicDevice:
             exact=[admission.exact] * self._modules,
             valid=admission.valid,
             tables=[list(row) for row in admission.rows],
-            ran=(admission.computed, len(tokens)),
+            ran=(admission.computed, len(tokens), 0),
         )
         self.slots[slot] = state
         assert 0 <= admission.computed < len(tokens)
@@ -109,10 +110,16 @@ class SymbolicDevice:
             self._check_reads(state, g, symbols, min(first, valid), valid)
 
     def step(
-        self, slot: int, num_rows: int, capacity: int, entries: Sequence[Sequence[tuple[int, int]]]
+        self,
+        slot: int,
+        num_rows: int,
+        num_drafts: int,
+        capacity: int,
+        entries: Sequence[Sequence[tuple[int, int]]],
     ) -> tuple[int, ...]:
-        """Run one request's rows; the tokens it emits."""
+        """Run one request's rows, and modules for `num_drafts`; the tokens it emits."""
         state = self.slots[slot]
+        self.most_rows = 0
         for g, new in enumerate(entries):
             for index, page in new:
                 assert index == len(state.tables[g]), "table entries must be appended in order"
@@ -130,15 +137,16 @@ class SymbolicDevice:
         self._run_target(state, num_rows)
         emitted = self._verify(state, num_rows)
         accepted = max(0, len(emitted) - 1)
-        for m in range(self._modules):
-            before, known = state.ran
+        before, known, num_ran = state.ran
+        for m in range(num_ran):
             state.exact[m] = max(state.exact[m], min(before, known + accepted - 1 - m))
         state.tokens += emitted
         state.computed = len(state.tokens) - 1 if emitted else computed + num_rows
         history = state.tokens + self._guess(state.tokens)
-        state.drafts = history[len(state.tokens) :] if emitted else []
-        self._run_modules(state, computed, history)
-        state.ran = (state.computed, len(state.tokens))
+        state.drafts = history[len(state.tokens) :][:num_drafts] if emitted else []
+        window = self._run_modules(state, computed, history, num_drafts)
+        self.most_rows = max(num_rows, window)
+        state.ran = (state.computed, len(state.tokens), num_drafts)
         return emitted
 
     def check_published(self) -> None:
@@ -188,33 +196,39 @@ class SymbolicDevice:
                 break
         return tuple(emitted)
 
-    def _run_modules(self, state: Slot, before: int, history: Sequence[int]) -> None:
-        """catch_up: the last max(new, N) rows, written where module entries are not exact yet."""
-        if not self._modules:
-            return
+    def _run_modules(self, state: Slot, before: int, history: Sequence[int], count: int) -> int:
+        """catch_up: the rows at which the entries of the first `count` modules are not exact yet,
+        written there; how many."""
+        if count == 0:
+            return 0
         symbols = self.language.prefixes(history)
         end = state.computed
-        start = max(0, end - max(end - before, self._modules))
+        start = min(state.exact[:count])
         for q in range(start, end):
-            written = [m for m in range(self._modules) if q >= state.exact[m]]
-            if written:
-                assert q >= state.restart, "a hidden state from before the restart is needed"
-                assert q >= before - (self._modules - 1), "a hidden state left the ring"
+            written = [m for m in range(count) if q >= state.exact[m]]
+            assert q >= state.restart, "a hidden state from before the restart is needed"
+            assert q >= before - self.cache.behind, "a hidden state left the ring"
             for g, group in enumerate(self.cache.groups):
-                if group.owner == "modules" and written:
+                if group.owner == "modules":
                     entry = list(self._read(state, g, q))
                     for m in written:
                         entry[m] = symbols[q + 2 + m]
                     self._write(state, g, q, tuple(entry))
         for g, group in enumerate(self.cache.groups):
             if group.owner == "modules":
-                first = max(start, min(state.exact))
-                self._check_reads(state, g, symbols, first, end)
+                self._check_reads(state, g, symbols, start, end, count)
+        return max(end - start, 0)
 
     def _check_reads(
-        self, state: Slot, g: int, symbols: Sequence[int], first: int, end: int
+        self,
+        state: Slot,
+        g: int,
+        symbols: Sequence[int],
+        first: int,
+        end: int,
+        count: int | None = None,
     ) -> None:
-        """What queries from `first` on read below `end`."""
+        """What queries from `first` on read below `end`: of the target, or the first modules."""
         group = self.cache.groups[g]
         oldest = 0 if group.window is None else max(0, first - (group.window - 1))
         for q in range(oldest, end):
@@ -222,8 +236,9 @@ class SymbolicDevice:
             if group.owner == "target":
                 assert entry[0] == symbols[q + 1], f"{group.name}: wrong entry at {q}"
             else:
-                expected = tuple(symbols[q + 2 + m] for m in range(self._modules))
-                assert entry == expected, f"{group.name}: wrong entry at {q}"
+                modules = range(self._modules if count is None else count)
+                expected = tuple(symbols[q + 2 + m] for m in modules)
+                assert entry[: len(modules)] == expected, f"{group.name}: wrong entry at {q}"
 
     def _read(self, state: Slot, g: int, q: int) -> tuple[int, ...]:
         page = state.tables[g][q // self._page_size]

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from oracle import Oracle
 
-from mmtp_jax.config import CacheConfig, EngineConfig
+from mmtp_jax.config import CacheConfig, EngineConfig, SpeculativeConfig
+from mmtp_jax.engine import sizes
+from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.core import EngineCore
 from mmtp_jax.engine.delta import TokenDelta
 from mmtp_jax.engine.grammar import Grammar
-from mmtp_jax.engine.request import Request
+from mmtp_jax.engine.plan import StepOutput, StepPlan
+from mmtp_jax.engine.request import Drafts, Request
 from mmtp_jax.models.model import assemble, model_graph, random_value
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.specs import ModelConfig
@@ -55,8 +61,10 @@ class Harness:
     scripted: bool = False
     values: Callable[[str], np.ndarray] | None = None
     prefix_caching: bool = True
+    # Draft lengths may vary, and modules fall behind by so many positions before they are lost.
+    behind: int | None = None
     chunk: Callable[[Request, int], int] = field(default=lambda request, limit: limit)
-    drafts: Callable[[Request], int] | None = None
+    drafts: Callable[[Request], Drafts] | None = None
 
     def __post_init__(self) -> None:
         config = EngineConfig(
@@ -68,6 +76,7 @@ class Harness:
                 num_pages=self.num_pages,
                 enable_prefix_caching=self.prefix_caching,
             ),
+            speculative=SpeculativeConfig(adaptive=self.behind is not None),
         )
         graph = model_graph(self.model)
         values = self.values or random_value(graph, 0, np.dtype(np.float32))
@@ -75,17 +84,28 @@ class Harness:
         self.scripts: list[Scripted] = []
         self.failures: list[str] = []
         options = {"choose_draft": self._scripted_draft} if self.scripted else {}
-        self.core = EngineCore(
-            config,
-            graph,
-            assemble(graph, values),
-            max_model_len=self.max_model_len,
-            chunk_policy=lambda request, limit: self.chunk(request, limit),
-            draft_policy=lambda request: (
-                self.model.num_drafts if self.drafts is None else self.drafts(request)
-            ),
-            **options,
-        )
+        count = self.model.num_drafts
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sizes, "KEPT_BEHIND", self.behind)
+            self.core = EngineCore(
+                config,
+                graph,
+                assemble(graph, values),
+                max_model_len=self.max_model_len,
+                chunk_policy=lambda request, limit: self.chunk(request, limit),
+                draft_policy=lambda request: (
+                    Drafts(count, count) if self.drafts is None else self.drafts(request)
+                ),
+                **options,
+            )
+        self._depths: deque[int] = deque()
+        step = self.core.device.step
+
+        def counted(bucket: Bucket, plan: StepPlan, *, collect: bool = False) -> Future[StepOutput]:
+            self._depths.append(bucket.num_drafts)
+            return step(bucket, plan, collect=collect)
+
+        self.core.device.step = counted
         self._texts: dict[tuple[int, ...], list[int]] = {}
         self._published: dict[tuple[int, int], tuple[object, list[np.ndarray]]] = {}
         self._names = 0
@@ -178,6 +198,7 @@ class Harness:
         while self.core.has_work:
             self.core.step()
         self.failures.clear()
+        self._depths.clear()
         self._draft = 0
         self.core.cache.reset_prefix_cache()
         self._published.clear()
@@ -196,7 +217,7 @@ class Harness:
 
     def _check_request(self, state, request: Request) -> None:
         slot, config = request.slot, self.model
-        length, computed, limit, drafts, *_ = map(int, state.numbers[slot])
+        length, computed, limit, drafts, _, ran, _ = map(int, state.numbers[slot])
         tokens = tuple(state.tokens[slot, :length].tolist())
         assert list(tokens[: len(request.tokens)]) == request.tokens
         trace = self.oracle.trace(tokens)
@@ -211,9 +232,12 @@ class Harness:
         # The next step's module rows start where some module is not exact, never below a hit.
         restart = max(min(exact.tolist(), default=0), min(computed, length - config.num_modules))
         rewritten = computed - restart
+        if self.behind is not None:
+            rewritten = min(computed - min(exact.tolist()), self.core.cache.behind)
         for module, place in enumerate(layout.modules):
-            # Every module just ran: all entries whose tokens are committed must be exact.
-            end = max(int(exact[module]), min(computed, length - 1 - module))
+            end = int(exact[module])
+            if module < ran:  # just now: all entries whose tokens are committed must be exact
+                end = max(end, min(computed, length - 1 - module))
             if computed == 0 or end <= 0 or module >= len(trace.modules):
                 continue
             layer = trace.modules[module].layer
@@ -295,7 +319,10 @@ class Harness:
 
     def _host_draft(self, logits, index, rows, real) -> np.ndarray:
         logits, index, rows, real = (np.asarray(x) for x in (logits, index, rows, real))
-        number, self._draft = self._draft, (self._draft + 1) % self.model.num_drafts
+        while self._draft >= self._depths[0]:
+            self._depths.popleft()
+            self._draft = 0
+        number, self._draft = self._draft, self._draft + 1
         drafts = np.argmax(logits, axis=1).astype(np.int32)
         for row in np.flatnonzero(real):
             at = int(index[row])

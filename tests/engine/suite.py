@@ -16,6 +16,7 @@ from engine.models import VOCAB
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mmtp_jax.engine.request import Drafts, Request
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.specs import ModelConfig
 
@@ -24,9 +25,15 @@ NUM_PAGES = {2: 36, 4: 20, 16: 7}
 
 
 @functools.lru_cache(maxsize=4)
-def built(model: Callable[[], ModelConfig], page_size: int) -> Harness:
+def built(model: Callable[[], ModelConfig], page_size: int, behind: int | None = None) -> Harness:
     """The engine of a model. Compiling it takes most of a test's time, so a few are kept."""
-    return Harness(model(), scripted=True, page_size=page_size, num_pages=NUM_PAGES[page_size])
+    return Harness(
+        model(),
+        scripted=True,
+        page_size=page_size,
+        num_pages=NUM_PAGES[page_size],
+        behind=behind,
+    )
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -166,7 +173,15 @@ def check_random_history(engine: Harness, data: st.DataObject) -> None:
     count = engine.model.num_drafts
     # Drawing inside the scheduler could end the example in the middle of a decision.
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    engine.drafts = lambda request: int(rng.integers(0, count + 1))
+
+    def draft(request: Request) -> Drafts:
+        propose = count
+        if engine.behind is not None:
+            # Stretches of few drafts make modules fall behind.
+            propose = request.proposed if rng.random() < 0.5 else int(rng.integers(0, count + 1))
+        return Drafts(int(rng.integers(0, count + 1)), propose)
+
+    engine.drafts = draft
     engine.chunk = lambda request, limit: int(rng.integers(1, limit + 1))
     expected = {}
     for seed in range(data.draw(st.integers(1, 4))):

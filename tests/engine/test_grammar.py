@@ -25,6 +25,7 @@ from models_for_tests import CHARACTERS, SPECIAL_TOKENS, write_tiny_tokenizer
 from mmtp_jax.config import ConfigError
 from mmtp_jax.engine.grammar import Grammars, fill_masks
 from mmtp_jax.engine.programs import MASKS_PER_UPLOAD
+from mmtp_jax.engine.request import Drafts
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.sampling.sampler import gumbel_noise
 from mmtp_jax.tokenizer import load_tokenizer
@@ -133,7 +134,7 @@ def check_random_history(data: st.DataObject) -> None:
     short."""
     engine = fresh(scripted=True)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    engine.drafts = lambda request: int(rng.integers(0, MODULES + 1))
+    engine.drafts = lambda request: Drafts(int(rng.integers(0, MODULES + 1)), MODULES)
     engine.chunk = lambda request, limit: int(rng.integers(1, limit + 1))
     running: dict[str, tuple[list[int], SamplingParams]] = {}
     for seed in range(data.draw(st.integers(1, 5))):

@@ -14,21 +14,22 @@ from mmtp_jax.engine.request import Request, ScheduledRequest
 from mmtp_jax.engine.stats import Acceptance
 
 NUM_SLOTS = 5
-BUCKET = Bucket(num_rows=16, num_requests=4, logit_rows=16, num_entries=6)
+BUCKET = Bucket(num_drafts=2, num_rows=16, num_requests=4, logit_rows=16, num_entries=6)
 
 
 def scheduled(slot: int, entries: tuple[tuple[tuple[int, int], ...], ...]) -> ScheduledRequest:
     request = Request.create("name", [1], None, 8)
-    return ScheduledRequest(request, 0, slot, slot + 1, True, 16 * slot, entries)
+    return ScheduledRequest(request, 0, slot, slot + 1, slot // 2, True, 16 * slot, entries)
 
 
 def test_a_plan_is_padded_with_a_slot_that_is_none() -> None:
     plan = StepPlan.pack(BUCKET, NUM_SLOTS, [scheduled(3, (((0, 9),), ())), scheduled(0, ())])
     assert plan.slot.tolist() == [3, 0, NUM_SLOTS, NUM_SLOTS]
     assert plan.rows.tolist() == [4, 1, 0, 0]
+    assert plan.drafts.tolist() == [1, 0, 0, 0]
     assert plan.capacity.tolist() == [48, 0, 0, 0]
     assert plan.entries.shape == (6, 4) and plan.packed.dtype == np.int32
-    assert plan.packed.shape == (3 * 4 + 4 * 6,)
+    assert plan.packed.shape == (4 * 4 + 4 * 6,)
     assert plan.entries[0].tolist() == [0, 3, 0, 9]
     assert (plan.entries[1:, 1] == NUM_SLOTS).all()
 

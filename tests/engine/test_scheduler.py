@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from cache.symbolic_device import STOP_TOKEN, VOCABULARY, Language, SymbolicDevice
@@ -17,8 +18,8 @@ from mmtp_jax.cache.keys import PageKey, PrefixKeys
 from mmtp_jax.cache.manager import CacheGroup, CacheManager, PageTables
 from mmtp_jax.cache.prefix import PrefixSearch
 from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig
-from mmtp_jax.engine.buckets import buckets
-from mmtp_jax.engine.request import FinishReason, Request, RequestStatus
+from mmtp_jax.engine.buckets import CPU_SPACING, Bucket, buckets, depths_below
+from mmtp_jax.engine.request import Drafts, FinishReason, Request, RequestStatus
 from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 
 MAX_MODEL_LEN = 32
@@ -30,8 +31,10 @@ def make_cache(
     num_pages: int,
     windows: tuple[int | None, ...] = (None,),
     prefix_caching: bool = True,
+    behind: int | None = None,
 ) -> CacheManager:
-    """Per window a target group and, with modules, one of theirs; `num_pages` are usable."""
+    """Per window a target group and, with modules, one of theirs; `num_pages` are usable. Modules
+    may fall `behind` by so many positions."""
     groups = []
     for window in windows:
         groups.append(
@@ -41,11 +44,14 @@ def make_cache(
             groups.append(
                 CacheGroup(f"modules/{window}", "modules", window, num_pages + 1, page_size)
             )
-    return CacheManager(groups, num_modules, prefix_caching)
+    return CacheManager(groups, num_modules, prefix_caching, behind)
 
 
 class Server:
-    """A scheduler with a device: dispatches steps and reads them up to `depth` steps later."""
+    """A scheduler with a device: dispatches steps and reads them up to `depth` steps later.
+
+    With `vary` chunks and verified drafts are random, with `adaptive` those that are proposed too.
+    """
 
     def __init__(
         self,
@@ -57,6 +63,7 @@ class Server:
         max_num_batched_tokens: int = 16,
         max_chunk: int | None = None,
         vary: bool = False,
+        adaptive: bool = False,
         stop_every: int | None = None,
         awaiting: float = 0.0,
         ahead: int = 0,
@@ -65,43 +72,48 @@ class Server:
         self.awaiting = awaiting
         self.rng = rng
         self.depth = depth
+        self.adaptive = adaptive
+        engine = EngineConfig(
+            max_num_seqs=max(max_num_seqs, 1),
+            max_num_batched_tokens=max(max_num_batched_tokens, cache.num_modules + 1),
+            cache=CacheConfig(page_size=cache.page_size),
+        )
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
             num_speculative_tokens=cache.num_modules,
-            buckets=tuple(sorted({4, max_num_batched_tokens})),
-            max_chunk=max_chunk,
-            ahead=ahead,
-        )
-        self.scheduler = Scheduler(
-            self.config,
-            cache,
-            chunk_policy=(lambda request, limit: rng.randint(1, limit)) if vary else None,
-            draft_policy=(lambda request: rng.randint(0, cache.num_modules)) if vary else None,
-        )
-        # Of every program, the new table entries that a step may come with.
-        engine = EngineConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            cache=CacheConfig(page_size=cache.page_size),
-        )
-        self.most_entries = {
-            bucket.num_rows: bucket.num_entries
-            for bucket in buckets(
+            buckets=buckets(
                 engine,
                 num_modules=cache.num_modules,
                 width=cache.num_modules + 1,
                 num_groups=len(cache.groups),
                 ahead=ahead,
-                row_counts=self.config.buckets,
-            )
-        }
+                row_counts=tuple(sorted({max(4, cache.num_modules), max_num_batched_tokens})),
+                depths=depths_below(cache.num_modules, CPU_SPACING) if adaptive else (),
+            ),
+            max_chunk=max_chunk,
+            ahead=ahead,
+        )
+
+        def draft(request: Request) -> Drafts:
+            count = cache.num_modules
+            # Long stretches of few drafts make modules fall behind.
+            propose = rng.choice([rng.randint(0, count), request.proposed]) if adaptive else count
+            return Drafts(rng.randint(0, count), propose)
+
+        self.scheduler = Scheduler(
+            self.config,
+            cache,
+            chunk_policy=(lambda request, limit: rng.randint(1, limit)) if vary else None,
+            draft_policy=draft if vary or adaptive else None,
+        )
         self.language = Language(stop_every)
         self.device = SymbolicDevice(cache, self.language, rng)
         self.requests: list[Request] = []
         self.finished: list[Request] = []
         self.first_starts: list[int] = []
+        self.restarts = 0
         self.unread: deque[tuple[ScheduledStep, list[tuple[int, ...]]]] = deque()
 
     def add(self, prompt: list[int], max_tokens: int) -> Request:
@@ -112,6 +124,9 @@ class Server:
         return request
 
     def dispatch(self) -> ScheduledStep | None:
+        if self.adaptive and self.scheduler.running and self.rng.random() < 0.1:
+            self.restarts += 1
+            self.scheduler.restart(self.rng.choice(self.scheduler.running))
         step = self.scheduler.schedule()
         self.check()
         if step is None:
@@ -122,23 +137,30 @@ class Server:
                 self.first_starts.append(request.arrival)
             self.device.admit(admission.slot, request.tokens, request.limit, admission.admission)
         cost = sum(max(row.num_rows, self.cache.num_modules) for row in step.requests)
-        assert cost <= step.bucket
-        assert step.bucket == min(b for b in self.config.buckets if b >= cost)
-        assert cost <= self.config.max_num_batched_tokens
+        if not self.adaptive:
+            assert step.bucket == min(b for b in self.config.buckets if b.num_rows >= cost)
+            assert cost <= self.config.max_num_batched_tokens
         entries = [new for row in step.requests for group in row.entries for new in group]
-        assert len(entries) <= self.most_entries[step.bucket]
+        assert len(entries) <= step.bucket.num_entries
+        assert len(step.requests) <= step.bucket.num_requests
         slots = [row.slot for row in step.requests]
         assert len(set(slots)) == len(slots) and max(slots) < self.config.max_num_seqs
         results = []
+        num_rows = 0
         for row in step.requests:
-            assert row.num_rows >= 1
+            assert row.num_rows >= 1 and row.num_drafts <= step.bucket.num_drafts
+            assert not row.request.prefilling or row.num_drafts == self.cache.num_modules
             unread = sum(step.samples for step in row.request.in_flight)
             assert row.request.length + unread <= row.request.limit, "a row that cannot emit"
             if row.request.awaits_result:
                 assert unread == row.samples, "a step that samples is unread"
-            emitted = self.device.step(row.slot, row.num_rows, row.capacity, row.entries)
+            emitted = self.device.step(
+                row.slot, row.num_rows, row.num_drafts, row.capacity, row.entries
+            )
+            num_rows += self.device.most_rows
             assert row.samples or not emitted
             results.append(emitted)
+        assert num_rows <= min(step.bucket.num_rows, self.config.max_num_batched_tokens)
         self.unread.append((step, results))
         return step
 
@@ -182,7 +204,8 @@ class Server:
         self.cache.assert_consistent()
         waiting = [request.arrival for request in self.scheduler.waiting]
         running = [request.arrival for request in self.scheduler.running]
-        assert running + waiting == sorted(running + waiting)
+        assert running == sorted(running) and waiting == sorted(waiting)
+        assert running + waiting == sorted(running + waiting) or self.restarts
         held = {request.slot for request in self.scheduler.running}
         assert len(held) == len(running) and held <= set(range(self.config.max_num_seqs))
 
@@ -215,7 +238,10 @@ def run_random(seed: int, num_modules: int | None = None, page_size: int | None 
     page = rng.choice([1, 2, 3, 4, 8, 16]) if page_size is None else page_size
     pages = -(-MAX_MODEL_LEN // page)
     windows = rng.choice([(None,), (None, 3), (None, 5, 1), (6,)])
-    cache = make_cache(n, page, pages + rng.choice([0, 0, 2, pages, 3 * pages]), windows)
+    adaptive = n > 0 and rng.random() < 0.5
+    behind = max(n - 1, 0) + rng.choice([0, 1, 7]) if adaptive else None
+    num_pages = pages + rng.choice([0, 0, 2, pages, 3 * pages])
+    cache = make_cache(n, page, num_pages, windows, behind=behind)
     server = Server(
         cache,
         rng=rng,
@@ -224,6 +250,7 @@ def run_random(seed: int, num_modules: int | None = None, page_size: int | None 
         max_num_batched_tokens=rng.randint(n + 1, 24),
         max_chunk=rng.choice([None, 1, 2, 5]),
         vary=rng.random() < 0.7,
+        adaptive=adaptive,
         stop_every=rng.choice([None, 10]),
         awaiting=rng.choice([0.0, 0.5, 1.0]),
         ahead=(0, 3, 8, 64)[seed % 4],
@@ -306,15 +333,30 @@ def restart_after_the_module_hit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sample_before_the_result_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_rows = Scheduler._num_rows
+    part = Scheduler._part
 
-    def ignoring(scheduler: Scheduler, request: Request, budget: int) -> int:
+    def ignoring(scheduler: Scheduler, request: Request, plan: Any) -> Any:
         awaits, request.awaits_result = request.awaits_result, False
-        rows = num_rows(scheduler, request, budget)
+        found = part(scheduler, request, plan)
         request.awaits_result = awaits
-        return rows
+        return found
 
-    monkeypatch.setattr(Scheduler, "_num_rows", ignoring)
+    monkeypatch.setattr(Scheduler, "_part", ignoring)
+
+
+def run_modules_that_are_too_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Request, "behind", lambda request, num_drafts: 0)
+
+
+def publish_what_left_out_modules_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = CacheManager.publish
+    monkeypatch.setattr(
+        CacheManager,
+        "publish",
+        lambda cache, tables, computed, exact: publish(
+            cache, tables, computed, len(tables.keys.tokens) - cache.num_modules
+        ),
+    )
 
 
 def reserve_for_known_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +373,8 @@ def reserve_for_known_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:
         restart_after_the_module_hit,
         sample_before_the_result_is_read,
         reserve_for_known_positions_only,
+        run_modules_that_are_too_far_behind,
+        publish_what_left_out_modules_lack,
     ],
 )
 def test_the_simulation_notices_a_broken_rule(
@@ -352,6 +396,7 @@ class ServerMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(None,), (None, 4)]),
         budget=st.integers(6, 20),
         ahead=st.sampled_from([0, 5, 64]),
+        behind=st.sampled_from([None, 5, 9]),
         seed=st.integers(0, 1000),
     )
     def start(
@@ -362,12 +407,15 @@ class ServerMachine(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         budget: int,
         ahead: int,
+        behind: int | None,
         seed: int,
     ) -> None:
+        adaptive = behind is not None and num_modules > 0
         pages = -(-MAX_MODEL_LEN // page_size) + spare_pages
         self.server = Server(
-            make_cache(num_modules, page_size, pages, windows),
+            make_cache(num_modules, page_size, pages, windows, behind=behind if adaptive else None),
             rng=random.Random(seed),
+            adaptive=adaptive,
             max_num_batched_tokens=budget,
             vary=seed % 2 == 0,
             stop_every=12,
@@ -454,7 +502,7 @@ def test_a_row_costs_at_least_the_rows_of_the_modules() -> None:
         server.add([0, 1, 2], 2)
     step = server.dispatch()
     assert tokens_of_step(step) == [("0", 1), ("1", 1), ("2", 1)]
-    assert step is not None and step.bucket == 16
+    assert step is not None and step.bucket.num_rows == 16
     server.drain()
 
 
@@ -639,15 +687,18 @@ def test_impossible_configurations_are_refused(
 
 
 def test_buckets_must_cover_the_budget() -> None:
-    with pytest.raises(ConfigError, match=r"buckets \(8, 16\) must ascend"):
-        SchedulerConfig(1, 17, 32, 3, (8, 16))
-    with pytest.raises(ConfigError, match=r"buckets \(16, 8\) must ascend"):
-        SchedulerConfig(1, 8, 32, 3, (16, 8))
+    small, large, shallow = (Bucket(*one, 1, 8, 9) for one in ((3, 8), (3, 16), (2, 32)))
+    with pytest.raises(ConfigError, match=r"buckets \[\(3, 8\), \(3, 16\)\] must ascend"):
+        SchedulerConfig(1, 17, 32, 3, (small, large))
+    with pytest.raises(ConfigError, match=r"buckets \[\(3, 16\), \(3, 8\)\] must ascend"):
+        SchedulerConfig(1, 8, 32, 3, (large, small))
+    with pytest.raises(ConfigError, match=r"buckets \[\(2, 32\)\] must ascend"):
+        SchedulerConfig(1, 17, 32, 3, (shallow,))
 
 
 def test_windowed_pools_may_be_smaller_than_a_request() -> None:
     cache = make_cache(2, 4, 5, windows=(3,))
-    assert [g.pages_for_one_request(2, 1000, 3) for g in cache.groups] == [4, 5]
+    assert [g.pages_for_one_request(1, 1000, 3) for g in cache.groups] == [4, 5]
     for seed in range(10):
         server = Server(
             make_cache(2, 4, 5, windows=(3,)), rng=random.Random(seed), max_num_batched_tokens=3
