@@ -88,6 +88,7 @@ def test_prefix_caching_and_the_other_name_of_the_memory_fraction() -> None:
     ("arguments", "expected"),
     [
         (("--num-speculative-tokens=0",), SpeculativeConfig(num_speculative_tokens=0)),
+        (("--num-speculative-tokens=auto",), SpeculativeConfig(num_speculative_tokens="auto")),
         (
             ('--speculative-config={"num_speculative_tokens": 3, "load_format": "dummy"}',),
             SpeculativeConfig(num_speculative_tokens=3, load_format="dummy"),

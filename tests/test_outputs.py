@@ -23,6 +23,7 @@ from llm_for_tests import (
     MODULES,
     VOCAB,
     assert_idle,
+    load_tiny,
     prompt_ids,
     tiny_llm,
     tiny_model,
@@ -404,8 +405,9 @@ def drafted() -> dict[str, RequestOutput]:
 
 
 @cache
-def forced() -> dict[str, RequestOutput]:
-    """Drafts from a table of the known texts, which go on past the stops."""
+def forced(auto: bool = False) -> dict[str, RequestOutput]:
+    """Drafts from a table of the known texts, which go on past the stops; with `auto` so many as
+    the engine chooses."""
     table = np.zeros((VOCAB, MAX_MODEL_LEN + MODULES), np.int32)
     for name, one in CASES.items():
         prompt, stopped = PROMPTS[name], plain()[name].token_ids
@@ -419,13 +421,14 @@ def forced() -> dict[str, RequestOutput]:
         first = history.at[slot, 0].get(mode="clip")
         return jnp.asarray(table)[first, index] % VOCAB
 
-    with LLM.from_loaded(tiny_model(), choose_draft=choose) as llm:
+    loaded = load_tiny({"num_speculative_tokens": "auto"}) if auto else tiny_model()
+    with LLM.from_loaded(loaded, choose_draft=choose) as llm:
         outputs = run(llm)
         stats = llm.stats()
     emitted = sum(len(output.token_ids) for output in outputs.values())
     assert stats["tokens"] >= emitted  # text past a stop string is emitted and dropped
     accepted = stats["accepted_by_position"]
-    assert accepted == sorted(accepted, reverse=True) and accepted[-1] > 0
+    assert accepted == sorted(accepted, reverse=True) and (accepted[-1] > 0 or auto)
     return outputs
 
 
@@ -446,6 +449,7 @@ def assert_same(one: RequestOutput, other: RequestOutput) -> None:
 def test_speculation_changes_nothing(name: str) -> None:
     assert_same(plain()[name], drafted()[name])
     assert_same(plain()[name], forced()[name])
+    assert_same(plain()[name], forced(auto=True)[name])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -27,6 +27,12 @@ class Program(NamedTuple):
     depth: int
     rows: int
 
+    @property
+    def most_requests(self) -> int:
+        """Requests that it has room for: half of them may have no draft. Room for more would cost
+        every module a row of the head for each."""
+        return self.rows // max(self.depth // 2, 1)
+
 
 def _does_more(one: Program, other: Program) -> bool:
     return one.depth >= other.depth and one.rows >= other.rows

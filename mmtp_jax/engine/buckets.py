@@ -111,14 +111,17 @@ def buckets(
     )
 
     def made(depth: int, size: int) -> Bucket:
-        requests = min(seqs, size // _least_rows(min(depth, num_modules), depths))
+        program = Program(depth, size)
+        # Where all run the same modules, each costs as many rows at least.
+        most = program.most_requests if depths else size // max(num_modules, 1)
+        requests = min(seqs, most)
         logit_rows = min(size, round_up(requests * width, config.row_multiple))
         # From step to step, a request needs pages for as many more positions as it has rows (and in
         # the first one for `lookahead`), and may get some `ahead`. Both ends can lie within a page.
         page_size = config.cache.page_size
         each = 2 + -(-(lookahead + ahead) // page_size)
         pages = -(-size // page_size) + each * requests
-        return Bucket(depth, size, requests, logit_rows, pages * num_groups)
+        return Bucket(*program, requests, logit_rows, pages * num_groups)
 
     found = set()
     for depth in (*depths, width - 1):
@@ -126,9 +129,3 @@ def buckets(
         sizes = row_counts or bucket_sizes(seqs, most, depth + 1, config.row_multiple, spacing)
         found |= {made(depth, max(size, spacing.least)) for size in sizes}
     return tuple(sorted(found))
-
-
-def _least_rows(modules: int, depths: tuple[int, ...]) -> int:
-    """Rows that requests of a program cost at least, on average: where all run the same modules,
-    one for each. Others come in programs of which half of the requests may run none."""
-    return max(modules // 2 if depths else modules, 1)

@@ -8,11 +8,14 @@ next step runs.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import jax
 
+from mmtp_jax.adaptive.controller import DraftController
+from mmtp_jax.adaptive.costs import StepCosts
 from mmtp_jax.cache.manager import CacheManager
 from mmtp_jax.config import EngineConfig, require
 from mmtp_jax.engine.buckets import (
@@ -25,6 +28,7 @@ from mmtp_jax.engine.buckets import (
 )
 from mmtp_jax.engine.delta import TokenDelta, TokenLogprobs
 from mmtp_jax.engine.device import Device
+from mmtp_jax.engine.draft_lengths import DraftLengths
 from mmtp_jax.engine.grammar import Grammar
 from mmtp_jax.engine.live import Batch, InFlight, Live
 from mmtp_jax.engine.logprobs import PromptCollector, taken_logprobs
@@ -39,6 +43,7 @@ from mmtp_jax.engine.scheduler import (
 from mmtp_jax.engine.sizes import behind_of, cache_groups
 from mmtp_jax.engine.stats import EngineStats
 from mmtp_jax.engine.step import Chooser
+from mmtp_jax.engine.warm_up import time_programs
 from mmtp_jax.models.model import ModelGraph, Params
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.sampling.sampler import sample
@@ -127,10 +132,24 @@ class EngineCore:
             choose_draft=choose_draft,
             progress=progress,
         )
+        self._lengths: DraftLengths | None = None
+        if config.speculative.adaptive and draft_policy is None:
+            self._lengths = DraftLengths(
+                DraftController(
+                    config.limits.max_num_seqs,
+                    model.num_drafts,
+                    [bucket.program for bucket in sizes],
+                    StepCosts(time_programs(self.device, sizes)),
+                ),
+                model.num_drafts,
+                behind,
+            )
+            self.scheduler.draft_policy = self._lengths
         self.stats = EngineStats(model.num_drafts)
         self._live: dict[str, Live] = {}
         self._in_flight: deque[InFlight] = deque()
         self._steps_ahead = steps_ahead()
+        self._last_read = 0.0
         # The latest one of every bucket.
         self._batches: dict[Bucket, Batch] = {}
 
@@ -197,6 +216,8 @@ class EngineCore:
     def step(self) -> list[TokenDelta]:
         """Dispatch the next step if there is one, then read the oldest if as many are in flight as
         may be or nothing could be dispatched."""
+        if self._lengths is not None:
+            self._lengths.decide(self.scheduler)
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
             self._in_flight.append(self._dispatch(scheduled))
@@ -205,6 +226,8 @@ class EngineCore:
         return []
 
     def _dispatch(self, scheduled: ScheduledStep) -> InFlight:
+        if self._lengths is not None:
+            self._lengths.dispatched(scheduled)
         for admission in scheduled.admissions:
             live = self._live[admission.request.request_id]
             live.drafts = ()
@@ -220,7 +243,8 @@ class EngineCore:
             for row, one in zip(batch.requests, batch.live, strict=True)
         )
         num_rows = sum(row.num_rows for row in batch.requests) if wanted else 0
-        return InFlight(batch, output, self.device.logprobs(num_rows) if wanted else None)
+        logprobs = self.device.logprobs(num_rows) if wanted else None
+        return InFlight(scheduled.bucket, batch, output, logprobs, time.perf_counter())
 
     def _batch(self, scheduled: ScheduledStep) -> Batch:
         """The batch of a step, its plan on the device: the bucket's last one if it is the same."""
@@ -241,8 +265,10 @@ class EngineCore:
         batch = step.batch
         answer = step.output.result()
         output = answer.unpack(len(batch.requests))
+        self._took(step)
         logprobs = None if step.logprobs is None else jax.device_get(step.logprobs.result())
         deltas = []
+        verified: list[tuple[int, int, int]] = []
         for index, (row, live, tokens, count, drafted, done) in enumerate(
             zip(
                 batch.requests,
@@ -277,6 +303,7 @@ class EngineCore:
                 del self._live[request.request_id]
             if emitted:
                 self.stats.count(drafted, count - 1, count)
+                verified.append((row.slot, drafted, count - 1))
                 deltas.append(
                     TokenDelta(
                         request.request_id,
@@ -289,7 +316,16 @@ class EngineCore:
                         prompt,
                     )
                 )
+        if self._lengths is not None:
+            self._lengths.verified(verified)
         return deltas
+
+    def _took(self, step: InFlight) -> None:
+        """Note what a step took that came right after the one read before."""
+        now = time.perf_counter()
+        if self._lengths is not None and step.dispatched <= self._last_read:
+            self._lengths.took(step.bucket, step.batch.requests, now - self._last_read)
+        self._last_read = now
 
     def _taken(
         self,

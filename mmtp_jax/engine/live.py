@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.grammar import Grammar
 from mmtp_jax.engine.logprobs import PromptCollector
 from mmtp_jax.engine.plan import RowLogprobs, StepOutput, StepPlan
@@ -60,8 +61,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step that was dispatched and not read."""
+    """A step that was dispatched, at a time of `time.perf_counter`, and not read."""
 
+    bucket: Bucket
     batch: Batch
     output: Future[StepOutput]
     logprobs: Future[RowLogprobs] | None
+    dispatched: float

@@ -30,7 +30,7 @@ class Drafts(NamedTuple):
 class ScheduledRequest(NamedTuple):
     """One request's part of a step.
 
-    `num_rows` target rows: the next known tokens during prefill, else the newest token and up to
+    `num_rows` target rows: the next known tokens if it `prefills`, else the newest token and up to
     `num_rows - 1` drafts; `num_drafts` are proposed for the next step; `samples` says whether a
     token follows from the rows. `entries` are new (index, page) page-table entries by cache group;
     `capacity` is the number of positions with pages.
@@ -41,6 +41,7 @@ class ScheduledRequest(NamedTuple):
     slot: int
     num_rows: int
     num_drafts: int
+    prefills: bool
     samples: bool
     capacity: int
     entries: Sequence[Sequence[tuple[int, int]]]

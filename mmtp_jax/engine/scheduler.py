@@ -170,7 +170,7 @@ class Scheduler:
         self._steps = 0
         self._free_slots = list(range(config.max_num_seqs))
         self._chunk_policy = chunk_policy
-        self._draft_policy = draft_policy
+        self.draft_policy = draft_policy
 
     @property
     def has_requests(self) -> bool:
@@ -299,8 +299,8 @@ class Scheduler:
     def _window(self, request: Request, plan: _Plan) -> _Part:
         """The newest token of a request that decodes, with drafts."""
         verify, propose = self._all_drafts
-        if self._draft_policy is not None:
-            verify, propose = self._draft_policy(request)
+        if self.draft_policy is not None:
+            verify, propose = self.draft_policy(request)
             verify = min(verify, request.proposed)
         num_rows = min(verify + 1, request.limit - request.min_length)
         behind = request.behind(propose)
@@ -316,7 +316,7 @@ class Scheduler:
         assert tables is not None
         num_rows, num_drafts, cost = part
         end = request.computed + request.rows_in_flight + num_rows
-        samples = end >= request.prefill_end
+        prefills, samples = request.prefilling, end >= request.prefill_end
         needed = end + self.config.lookahead
         if needed >= request.limit:
             needed = request.limit - 1
@@ -334,6 +334,7 @@ class Scheduler:
             row is None
             or row.num_rows != num_rows
             or row.num_drafts != num_drafts
+            or row.prefills is not prefills
             or row.samples is not samples
             or row.capacity != tables.capacity
             or row.entries
@@ -344,6 +345,7 @@ class Scheduler:
                 request.slot,
                 num_rows,
                 num_drafts,
+                prefills,
                 samples,
                 tables.capacity,
                 entries,

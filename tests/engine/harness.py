@@ -63,6 +63,8 @@ class Harness:
     prefix_caching: bool = True
     # Draft lengths may vary, and modules fall behind by so many positions before they are lost.
     behind: int | None = None
+    # The engine's own controller chooses them, instead of `drafts`.
+    controlled: bool = False
     chunk: Callable[[Request, int], int] = field(default=lambda request, limit: limit)
     drafts: Callable[[Request], Drafts] | None = None
 
@@ -85,6 +87,10 @@ class Harness:
         self.failures: list[str] = []
         options = {"choose_draft": self._scripted_draft} if self.scripted else {}
         count = self.model.num_drafts
+
+        def draft(request: Request) -> Drafts:
+            return Drafts(count, count) if self.drafts is None else self.drafts(request)
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sizes, "KEPT_BEHIND", self.behind)
             self.core = EngineCore(
@@ -93,9 +99,7 @@ class Harness:
                 assemble(graph, values),
                 max_model_len=self.max_model_len,
                 chunk_policy=lambda request, limit: self.chunk(request, limit),
-                draft_policy=lambda request: (
-                    Drafts(count, count) if self.drafts is None else self.drafts(request)
-                ),
+                draft_policy=None if self.controlled else draft,
                 **options,
             )
         self._depths: deque[int] = deque()

@@ -19,7 +19,7 @@ BUCKET = Bucket(num_drafts=2, num_rows=16, num_requests=4, logit_rows=16, num_en
 
 def scheduled(slot: int, entries: tuple[tuple[tuple[int, int], ...], ...]) -> ScheduledRequest:
     request = Request.create("name", [1], None, 8)
-    return ScheduledRequest(request, 0, slot, slot + 1, slot // 2, True, 16 * slot, entries)
+    return ScheduledRequest(request, 0, slot, slot + 1, slot // 2, False, True, 16 * slot, entries)
 
 
 def test_a_plan_is_padded_with_a_slot_that_is_none() -> None:

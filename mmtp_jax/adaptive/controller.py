@@ -1,0 +1,273 @@
+"""Adaptive draft lengths: decides, step by step, how many drafts of each request to verify.
+
+The program of highest expected rate runs until another one is better. Modules that a request does
+not run fall behind, which bounds what it may verify (`most`) until it is restarted; restarts are
+asked for where they pay. What is not tried is not learnt, so new requests verify all drafts at
+first, now and then a request is restarted to do so again, and a few steps go without drafts. All
+this is paid from a small share of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float64, Int, Int64
+
+from mmtp_jax.adaptive.acceptance import AcceptanceEstimate
+from mmtp_jax.adaptive.choice import Choice, choose
+from mmtp_jax.adaptive.costs import Program, StepCosts
+from mmtp_jax.adaptive.mixed import MixedCosts
+
+# Steps from one decision to the next, and to the one after a change: soon enough to go back before
+# modules are too far behind.
+INTERVAL = 16
+SHORT_INTERVAL = 4
+# A decision is due, too, when the number of requests changed by more than this part.
+BATCH_CHANGE = 1 / 8
+# What programs took counts until the number of requests changed by more than this factor.
+COSTS_CHANGE = 2
+# Another program has to promise so much more than the running one.
+PROGRAM_GAIN = 1.01
+# A restart costs about a step of everyone. It has to promise the request so much more, and together
+# they have to pay within so many steps, which is also how long a request is not restarted again.
+RESTART_GAIN = 1.05
+RESTART_HORIZON = 128
+# At most this part of the batch at once.
+RESTART_PART = 1 / 8
+# The share of the time that goes into verifying more than is expected to pay, how many steps' worth
+# of it can be saved up, and in how many verifications a request does so.
+EXPLORED_SHARE = 0.008
+MOST_SAVED = 16
+EXPLORED = 4
+# Steps without drafts, which tell what plain decoding costs now; the step of the first, and the
+# steps from one such time to another.
+PLAIN_STEPS = 4
+FIRST_PLAIN = 32
+PLAIN_INTERVAL = 512
+
+
+class DraftController:
+    """Chooses among `programs` for the requests in slots 0..num_slots-1.
+
+    ValueError if no program has depth 0 or none has depth `num_drafts`. `observed` and `took` may
+    lag behind `decide`, but what was observed of a slot's earlier request must not follow the
+    `admitted` of a later one.
+    """
+
+    def __init__(
+        self, num_slots: int, num_drafts: int, programs: Sequence[Program], costs: StepCosts
+    ) -> None:
+        depths = {program.depth for program in programs}
+        if not {0, num_drafts} <= depths:
+            raise ValueError(f"programs must have depths 0 and {num_drafts}, got {sorted(depths)}")
+        self.estimate = AcceptanceEstimate(num_slots, num_drafts)
+        self.program: Program | None = None
+        self._num_drafts = num_drafts
+        self._programs = tuple(programs)
+        self._costs = costs
+        self._mixed = MixedCosts(programs, num_drafts, costs)
+        # By slot: drafts as decided and of the next step, verifications since the admission (or
+        # since it was asked for a restart), and those left in which all drafts are tried.
+        self._settled = np.zeros(num_slots, np.int64)
+        self._next = self._settled
+        self._verified = np.zeros(num_slots, np.int64)
+        self._to_explore = np.zeros(num_slots, np.int64)
+        # The number of requests at the last decision, and when what programs took began to count.
+        self._batch = 0
+        self._costs_batch = 0
+        # Drafts of a request that is admitted now.
+        self._typical = num_drafts
+        self._restarts: list[int] = []
+        self._steps_left = 0
+        self._plain_left = 0
+        self._since_plain = PLAIN_INTERVAL - FIRST_PLAIN
+        # Seconds to spend, and admissions within the last RESTART_HORIZON steps.
+        self._saved = 0.0
+        self._arrivals = 0.0
+
+    def admitted(self, slot: int) -> None:
+        """A request, new or restarted, has the slot and was prefilled with all modules."""
+        self.estimate.reset(slot)
+        self._settled[slot] = self._typical
+        self._verified[slot] = 0
+        self._to_explore[slot] = EXPLORED
+        self._arrivals += 1
+
+    def observed(
+        self,
+        slots: Int[np.ndarray, " B"],
+        drafted: Int[np.ndarray, " B"],
+        accepted: Int[np.ndarray, " B"],
+    ) -> None:
+        """One step of different slots: of `drafted` drafts, the first `accepted` matched."""
+        self.estimate.count(slots, drafted, accepted)
+        self._verified[slots] += 1
+        self._to_explore[slots] -= self._to_explore[slots] > 0
+
+    def took(self, program: Program, seconds: float, chunk_rows: int = 0) -> None:
+        """A step of `program` took so long; `chunk_rows` of its rows were of prompts."""
+        self._costs.observe(program, seconds)
+        self._mixed.count(chunk_rows)
+        self._arrivals *= 1 - 1 / RESTART_HORIZON
+        if self.program is not None:
+            usual = self._costs.seconds(self.program)
+            self._saved = min(self._saved + EXPLORED_SHARE * usual, MOST_SAVED * usual)
+
+    def decide(self, slots: Int[np.ndarray, " B"], most: Int[np.ndarray, " B"]) -> None:
+        """Settle the drafts of the next step, in which `slots` decode; `most` bounds each."""
+        if len(slots) == 0:
+            return
+        self._steps_left -= 1
+        self._since_plain += 1
+        if self._is_due(slots):
+            self._decide(slots, most)
+        if self._plain_left > 0:
+            self._plain_left -= 1
+            drafts = np.zeros_like(most)
+        else:
+            drafts = np.minimum(self._settled[slots], most)
+            exploring = self._to_explore[slots] > 0
+            if exploring.any():
+                drafts = self._explore(drafts, np.where(exploring, most, drafts))
+        self._next = self._settled.copy()
+        self._next[slots] = drafts
+
+    def drafts(self, slot: int) -> int:
+        """Drafts to verify of a request in the next step."""
+        return int(self._next[slot])
+
+    @property
+    def all_drafts(self) -> Int64[np.ndarray, " R"]:
+        """`drafts` of every slot."""
+        return self._next
+
+    def restarts(self) -> list[int]:
+        """Slots whose requests ought to be prefilled again; each is named once."""
+        restarts, self._restarts = self._restarts, []
+        return restarts
+
+    def _is_due(self, slots: Int[np.ndarray, " B"]) -> bool:
+        """Whether it is time, or the last decision does not fit these requests."""
+        batch = len(slots)
+        return (
+            self.program is None
+            or self._steps_left <= 0
+            or abs(batch - self._batch) > BATCH_CHANGE * self._batch
+            or batch + int(self._settled[slots].sum()) > self.program.rows
+        )
+
+    def _decide(self, slots: Int[np.ndarray, " B"], most: Int[np.ndarray, " B"]) -> None:
+        batch = len(slots)
+        if not self._costs_batch / COSTS_CHANGE <= batch <= self._costs_batch * COSTS_CHANGE:
+            self._costs.forget()
+            self._costs_batch = batch
+            self._since_plain = PLAIN_INTERVAL - FIRST_PLAIN
+        probabilities = self.estimate.probabilities(slots)
+        choice = self._choose(probabilities, most)
+        choice, typical = self._renew(slots, probabilities, most, choice)
+        if self.program is None:
+            # The first requests may try all drafts.
+            deep = self._mixed.deep_seconds(batch * (self._num_drafts + 1))
+            self._saved = EXPLORED * (deep - self._mixed.seconds(choice.program))
+        changed, self.program = choice.program != self.program, choice.program
+        self._settled[slots] = choice.drafts
+        self._typical = int(typical.sum()) // batch
+        self._batch = batch
+        if choice.program.depth == 0:
+            self._since_plain = 0
+        elif self._since_plain >= PLAIN_INTERVAL:
+            self._since_plain, self._plain_left = 0, PLAIN_STEPS
+        if choice.drafts.max() < self._num_drafts:
+            self._probe(slots, most)
+        soon = changed or self._plain_left > 0 or len(self._restarts) > 0
+        self._steps_left = SHORT_INTERVAL if soon else INTERVAL
+
+    def _choose(
+        self, probabilities: Float64[np.ndarray, "B N"], most: Int[np.ndarray, " B"]
+    ) -> Choice:
+        """The best choice, or the running program unless that is clearly worse."""
+        best = choose(probabilities, self._programs, self._mixed, most)
+        if self.program is None or self.program.most_requests < len(most):
+            return best
+        kept = choose(probabilities, (self.program,), self._mixed, most)
+        return best if best.rate > PROGRAM_GAIN * kept.rate else kept
+
+    def _renew(
+        self,
+        slots: Int[np.ndarray, " B"],
+        probabilities: Float64[np.ndarray, "B N"],
+        most: Int[np.ndarray, " B"],
+        choice: Choice,
+    ) -> tuple[Choice, Int64[np.ndarray, " B"]]:
+        """`choice`, or the better one of requests that were not bounded, where it pays to get
+        there; and the drafts of such requests.
+
+        Where at least half of the requests are replaced within the horizon, it is enough to wait.
+        Elsewhere they are restarted, a few at a time. The better program runs meanwhile: those that
+        are free to use it would fall behind again without.
+        """
+        replaced = 2 * self._arrivals >= len(slots)
+        renewable = replaced | (self._verified[slots] >= RESTART_HORIZON)
+        bounded = renewable & (most < self._num_drafts)
+        if not bounded.any():
+            return choice, choice.drafts
+        free = np.where(bounded, self._num_drafts, most)
+        better = choose(probabilities, self._programs, self._mixed, free)
+        gain = better.rate / choice.rate - 1
+        if not replaced:
+            gains = _tokens(probabilities, better.drafts) / _tokens(probabilities, choice.drafts)
+            behind = (gains > RESTART_GAIN) & (better.drafts > most)
+            count = int(behind.sum())
+            if count == 0 or gain * RESTART_HORIZON <= count:
+                return choice, choice.drafts
+            first = np.argsort(np.where(behind, -gains, 0.0), kind="stable")
+            at_once = max(1, int(RESTART_PART * len(slots)))
+            self._ask_for_restart(slots[first[: min(count, at_once)]])
+        elif gain <= RESTART_GAIN - 1:
+            return choice, choice.drafts
+        clipped = np.minimum(better.drafts, most)
+        return Choice(better.program, clipped, better.rate), better.drafts
+
+    def _ask_for_restart(self, slots: Int[np.ndarray, " b"]) -> None:
+        self._restarts.extend(slots.tolist())
+        self._verified[slots] = 0
+        self._arrivals -= len(slots)
+
+    def _probe(self, slots: Int[np.ndarray, " B"], most: Int[np.ndarray, " B"]) -> None:
+        """Let the request that has decoded for longest try all drafts, once that is affordable."""
+        if self._restarts or self._to_explore[slots].any():
+            return
+        assert self.program is not None
+        deep = self._mixed.deep_seconds(len(slots) + self._num_drafts)
+        extra = EXPLORED * (deep - self._mixed.seconds(self.program))
+        oldest = int(np.argmax(self._verified[slots]))
+        restart = 2 * deep if most[oldest] < self._num_drafts else 0.0
+        if self._saved < restart + extra:
+            return
+        self._saved -= restart
+        if restart:
+            self._ask_for_restart(slots[oldest : oldest + 1])
+        else:
+            self._verified[slots[oldest]] = 0
+            self._to_explore[slots[oldest]] = EXPLORED
+
+    def _explore(
+        self, drafts: Int[np.ndarray, " B"], deeper: Int[np.ndarray, " B"]
+    ) -> Int[np.ndarray, " B"]:
+        """`deeper` instead of `drafts`, if that is affordable."""
+        assert self.program is not None
+        deep = self._mixed.deep_seconds(len(deeper) + int(deeper.sum()))
+        extra = max(deep - self._mixed.seconds(self.program), 0.0)
+        if self._saved <= 0 < extra:
+            return drafts
+        self._saved -= extra
+        return deeper
+
+
+def _tokens(
+    probabilities: Float64[np.ndarray, "B N"], drafts: Int64[np.ndarray, " B"]
+) -> Float64[np.ndarray, " B"]:
+    """What each request is expected to emit."""
+    taken = np.arange(probabilities.shape[1]) < drafts[:, None]
+    return 1.0 + (probabilities * taken).sum(1)

@@ -1,0 +1,68 @@
+"""Draft lengths of an engine's requests, chosen by what its steps take and accept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mmtp_jax.adaptive.controller import DraftController
+from mmtp_jax.engine.buckets import Bucket
+from mmtp_jax.engine.request import Drafts, Request, ScheduledRequest
+from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler
+
+# A request that is restarted needs its pages again. Where so many are in use it might not get them.
+MOST_USAGE = 0.8
+
+
+class DraftLengths:
+    """A scheduler's policy: of a request as many drafts are proposed as are verified.
+
+    Modules that are left out come back within `behind` positions, else by a restart.
+    """
+
+    def __init__(self, controller: DraftController, num_drafts: int, behind: int) -> None:
+        self._controller = controller
+        self._num_drafts = num_drafts
+        self._behind = behind
+
+    def __call__(self, request: Request) -> Drafts:
+        count = self._controller.drafts(request.slot)
+        return Drafts(count, count)
+
+    def decide(self, scheduler: Scheduler) -> None:
+        """Settle the lengths of the next step, and restart requests where that pays."""
+        decoding = [request for request in scheduler.running if not request.prefilling]
+        self._controller.decide(
+            np.array([request.slot for request in decoding], np.int64),
+            np.array([self._most(request) for request in decoding], np.int64),
+        )
+        restarts = self._controller.restarts()
+        if restarts and scheduler.cache.usage <= MOST_USAGE:
+            running = {request.slot: request for request in decoding}
+            for slot in restarts:
+                scheduler.restart(running[slot])
+
+    def dispatched(self, step: ScheduledStep) -> None:
+        """The step is about to run."""
+        for scheduled in step.admissions:
+            self._controller.admitted(scheduled.slot)
+
+    def verified(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        """What a step verified: slot, drafts and how many of them were accepted, of every request
+        that emitted."""
+        if rows:
+            slots, drafted, accepted = np.array(rows, np.int64).T
+            self._controller.observed(slots, drafted, accepted)
+
+    def took(self, bucket: Bucket, requests: Sequence[ScheduledRequest], seconds: float) -> None:
+        """A step took so long."""
+        chunk_rows = sum(row.num_rows for row in requests if row.prefills)
+        self._controller.took(bucket.program, seconds, chunk_rows)
+
+    def _most(self, request: Request) -> int:
+        """The most drafts that a request's modules can propose now."""
+        most = self._num_drafts
+        while request.behind(most) > self._behind:
+            most -= 1
+        return most

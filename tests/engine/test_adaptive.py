@@ -1,0 +1,112 @@
+"""An engine that chooses draft lengths itself: what it settles on, and that its text is the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+from engine.canary import canary, canary_values, counting
+from engine.harness import Harness
+
+import mmtp_jax.engine.core as core
+from mmtp_jax.adaptive.costs import Program, StepCosts
+from mmtp_jax.engine.buckets import Bucket
+from mmtp_jax.engine.device import Device
+from mmtp_jax.engine.warm_up import time_programs
+from mmtp_jax.sampling.params import SamplingParams
+
+DEPTH = 4
+RIGHT = tuple(range(DEPTH))
+WRONG = (1, 0, 3, 2)
+LONG = SamplingParams(temperature=0.0, max_tokens=70)
+Seconds = Callable[[Program], float]
+
+
+@functools.cache
+def engine(order: tuple[int, ...], seconds: Seconds) -> Harness:
+    """Modules in an order, and steps that are said to take so long."""
+
+    def times(device: Device, buckets: tuple[Bucket, ...]) -> dict[Program, float]:
+        return {bucket.program: seconds(bucket.program) for bucket in buckets}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "time_programs", times)
+        return Harness(
+            canary(DEPTH),
+            values=canary_values(list(order)),
+            num_pages=128,
+            max_model_len=96,
+            budget=32,
+            behind=DEPTH + 5,
+            controlled=True,
+        )
+
+
+def cheap(program: Program) -> float:
+    return 1.0 + 0.05 * program.depth
+
+
+def dear(program: Program) -> float:
+    return 1.0 + 2.0 * program.depth
+
+
+def test_times_of_programs_are_taken_before_there_are_requests() -> None:
+    made = engine(RIGHT, cheap)
+    made.reset()
+    ids = counting(1, 5)
+    made.add(ids, SamplingParams(temperature=0.0, max_tokens=9))
+    made.step()
+    buckets = made.core.device.programs.buckets
+    times = time_programs(made.core.device, buckets)
+    assert times.keys() == {bucket.program for bucket in buckets}
+    assert {program.depth for program in times} == {0, 1, DEPTH} and min(times.values()) > 0
+    made.run()  # and they changed nothing
+
+
+@pytest.fixture(autouse=True)
+def costs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps really take here says nothing."""
+    monkeypatch.setattr(StepCosts, "observe", lambda self, program, seconds: None)
+
+
+def drafted(made: Harness) -> list[int]:
+    """Drafts verified by every step of every request, texts checked."""
+    made.reset()
+    texts = {}
+    for start in range(1, 9):
+        ids = counting(start, 3 * start)
+        texts[made.add(ids, LONG)] = counting(4 * start, 70)
+    made.run()
+    assert made.output == texts
+    return [delta.drafted for delta in made.deltas]
+
+
+def test_all_drafts_where_they_pay() -> None:
+    counts = drafted(engine(RIGHT, cheap))
+    assert counts.count(DEPTH) > 0.6 * len(counts)
+
+
+def test_none_where_they_cost_too_much() -> None:
+    counts = drafted(engine(RIGHT, dear))
+    assert counts.count(0) > 0.8 * len(counts)
+
+
+def test_none_where_modules_are_wrong() -> None:
+    counts = drafted(engine(WRONG, cheap))
+    assert counts.count(0) > 0.8 * len(counts)
+
+
+def test_requests_are_restarted_to_get_their_modules_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone request's modules fall behind while drafts cost too much, and come back afterwards."""
+    made = engine(RIGHT, dear)
+    made.reset()
+    name = made.add(counting(1, 5), SamplingParams(temperature=0.0, max_tokens=88))
+    while len(made.output[name]) < 30:
+        made.step()
+    monkeypatch.setattr(StepCosts, "seconds", lambda self, program: cheap(program))
+    monkeypatch.setattr("mmtp_jax.adaptive.controller.RESTART_HORIZON", 8)
+    made.deltas.clear()
+    made.run()
+    assert made.output[name] == counting(6, 88)
+    assert [delta.drafted for delta in made.deltas].count(DEPTH) >= 4
