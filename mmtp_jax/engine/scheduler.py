@@ -14,6 +14,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -27,64 +28,12 @@ from mmtp_jax.engine.request import (
     RequestStatus,
     ScheduledRequest,
 )
+from mmtp_jax.engine.scheduler_config import SchedulerConfig
 
-_PREFILLING = attrgetter("prefilling")
 _ARRIVAL = attrgetter("arrival")
 
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of a step.
-
-    `buckets`: the programs, ascending; the last takes every step. `max_num_batched_tokens` bounds
-    the rows of a step, where a request costs max(rows, d) because d modules run at least d rows.
-    `max_chunk` bounds the rows of one prefill chunk. `lookahead`: positions beyond a step's rows
-    that its drafts are written at. `ahead`: positions beyond these that get pages early where pages
-    are plenty, all requests' in the same step, so that most steps hand out none.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    num_speculative_tokens: int
-    buckets: tuple[Bucket, ...]
-    max_chunk: int | None = None
-    lookahead: int = 0
-    ahead: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
-        require(self.max_model_len >= 2, f"max_model_len must be >= 2, got {self.max_model_len}")
-        require(
-            self.max_chunk is None or self.max_chunk >= 1,
-            f"max_chunk must be >= 1 or None, got {self.max_chunk}",
-        )
-        require(
-            self.max_num_batched_tokens > self.num_speculative_tokens >= 0,
-            f"max_num_batched_tokens ({self.max_num_batched_tokens}) must exceed"
-            f" num_speculative_tokens ({self.num_speculative_tokens})",
-        )
-        programs = [bucket.program for bucket in self.buckets]
-        require(
-            len(programs) > 0
-            and programs == sorted(set(programs))
-            and self.buckets[-1].num_rows >= self.max_num_batched_tokens
-            and self.buckets[-1].num_drafts == self.num_speculative_tokens,
-            f"buckets {[tuple(program) for program in programs]} must ascend to"
-            f" num_speculative_tokens ({self.num_speculative_tokens}) and at least"
-            f" max_num_batched_tokens ({self.max_num_batched_tokens})",
-        )
-
-    @property
-    def max_rows(self) -> int:
-        """The most rows one request gets in a step."""
-        chunk = min(self.max_num_batched_tokens, self.max_chunk or self.max_num_batched_tokens)
-        return max(chunk, self.num_speculative_tokens + 1)
-
-    @property
-    def steps_per_reserve(self) -> int:
-        """Steps that `ahead` positions last for; 0 for none."""
-        return -(-self.ahead // (self.num_speculative_tokens + 1))
+# Beside requests that decode, prompts take so many steps, or fewer where rows are to spare.
+PREFILL_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -166,6 +115,13 @@ class Scheduler:
         # What every step looks up for every request.
         self._all_drafts = Drafts(config.num_speculative_tokens, config.num_speculative_tokens)
         self._num_modules = cache.num_modules
+        self._deepest = [
+            bucket
+            for bucket in config.buckets
+            if bucket.num_drafts == config.num_speculative_tokens
+        ]
+        # Rows of prompts that a step has at least, until none are left.
+        self._chunk_rows = 0
         self._arrivals = 0
         self._steps = 0
         self._free_slots = list(range(config.max_num_seqs))
@@ -217,7 +173,13 @@ class Scheduler:
             reserves_ahead=interval > 0 and self._steps % interval == 0,
         )
         # Decodes come first, both kinds in order of arrival. A preemption changes `running`.
-        for request in sorted(self.running, key=_PREFILLING):
+        decoding = [request for request in self.running if not request.prefilling]
+        prefilling = [request for request in self.running if request.prefilling]
+        for request in decoding:
+            if request.status is RequestStatus.RUNNING:
+                self._schedule_running(request, plan)
+        self._limit_chunks(prefilling, plan)
+        for request in prefilling:
             if request.status is RequestStatus.RUNNING:
                 self._schedule_running(request, plan)
         # Pages that a preemption freed go to the requests it was for.
@@ -229,6 +191,21 @@ class Scheduler:
         self._steps += 1
         requests = tuple(plan.requests.values())
         return ScheduledStep(tuple(plan.admissions), requests, self._bucket(requests, plan.cost))
+
+    def _limit_chunks(self, prefilling: Sequence[Request], plan: _Plan) -> None:
+        """Bound the rows of prompts beside requests that decode, which wait for the whole step: to
+        what the smallest program has that gets through all prompts in a few steps."""
+        left = sum(request.prefill_end - request.max_computed for request in prefilling)
+        left += sum(request.length for request in islice(self.waiting, len(self._free_slots)))
+        if left == 0:
+            self._chunk_rows = 0
+            return
+        least = max(-(-left // PREFILL_STEPS), self._num_modules)
+        self._chunk_rows = max(self._chunk_rows, least)
+        if plan.requests:
+            rows = plan.cost + self._chunk_rows
+            fitting = (bucket.num_rows for bucket in self._deepest if bucket.num_rows >= rows)
+            plan.budget = min(plan.budget, next(fitting, plan.budget + plan.cost) - plan.cost)
 
     def _bucket(self, requests: Sequence[ScheduledRequest], cost: int) -> Bucket:
         """The smallest program, of those with the fewest modules, that can run a step."""

@@ -1,4 +1,4 @@
-"""An engine that chooses draft lengths itself: what it settles on, and that its text is the same."""
+"""An engine that chooses draft lengths itself: what it settles on, with the text as it was."""
 
 from __future__ import annotations
 

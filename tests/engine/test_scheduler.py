@@ -20,7 +20,8 @@ from mmtp_jax.cache.prefix import PrefixSearch
 from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig
 from mmtp_jax.engine.buckets import CPU_SPACING, Bucket, buckets, depths_below
 from mmtp_jax.engine.request import Drafts, FinishReason, Request, RequestStatus
-from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler
+from mmtp_jax.engine.scheduler_config import SchedulerConfig
 
 MAX_MODEL_LEN = 32
 
@@ -67,6 +68,7 @@ class Server:
         stop_every: int | None = None,
         awaiting: float = 0.0,
         ahead: int = 0,
+        row_counts: tuple[int, ...] = (4,),
     ) -> None:
         self.cache = cache
         self.awaiting = awaiting
@@ -89,7 +91,12 @@ class Server:
                 width=cache.num_modules + 1,
                 num_groups=len(cache.groups),
                 ahead=ahead,
-                row_counts=tuple(sorted({max(4, cache.num_modules), max_num_batched_tokens})),
+                row_counts=tuple(
+                    sorted(
+                        {max(count, cache.num_modules) for count in row_counts}
+                        | {max_num_batched_tokens}
+                    )
+                ),
                 depths=depths_below(cache.num_modules, CPU_SPACING) if adaptive else (),
             ),
             max_chunk=max_chunk,
@@ -730,3 +737,20 @@ def test_add_refuses_a_known_id_and_a_limit_beyond_the_model() -> None:
         server.scheduler.add(Request.create("0", [0], 1, MAX_MODEL_LEN))
     with pytest.raises(ValueError, match="does not fit max_model_len=32"):
         server.scheduler.add(Request.create("1", [0], None, MAX_MODEL_LEN + 1))
+
+
+def test_prompts_beside_requests_that_decode_take_a_few_steps() -> None:
+    """In the smallest program for that; alone they take as much as a step has."""
+    server = Server(
+        make_cache(0, 4, 40),
+        rng=random.Random(0),
+        max_num_batched_tokens=24,
+        row_counts=(2, 4, 8, 16, 24),
+    )
+    server.add([0] * 24, 8)
+    assert tokens_of_step(server.dispatch()) == [("0", 24)]
+    server.add([1] * 20, 5)
+    steps = [server.dispatch() for _ in range(4)]
+    assert [step.bucket.num_rows for step in steps if step is not None] == [8, 8, 8, 2]
+    assert [tokens_of_step(step)[1] for step in steps] == [("1", 7), ("1", 7), ("1", 6), ("1", 1)]
+    server.drain()
