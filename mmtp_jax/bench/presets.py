@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from mmtp_jax.config import CacheConfig, EngineConfig, SpeculativeConfig
 from mmtp_jax.loader import LoadedModel, load_model
+from mmtp_jax.modules.default import default_modules
 from mmtp_jax.weights.checkpoint import open_checkpoint
 from mmtp_jax.weights.resolve import DEFAULT_MODEL, resolve_model
 
@@ -99,8 +100,8 @@ class ModelOptions:
     speculative_model: str | None = None
 
     def load(self, num_speculative_tokens: int, *, max_model_len: int) -> LoadedModel:
-        """The model for an engine without a prefix cache, with the modules of `speculative_model`
-        or its own; they are random if it ships none."""
+        """The model for an engine without a prefix cache, with the modules of `speculative_model`,
+        those that come with this package or its own; they are random if there are none."""
         random = bool(num_speculative_tokens) and not self._has_modules()
         speculative = SpeculativeConfig(
             num_speculative_tokens=num_speculative_tokens,
@@ -118,9 +119,12 @@ class ModelOptions:
         return load_model(config)
 
     def _has_modules(self) -> bool:
+        weights = self.load_format != "dummy"
         if self.speculative_model is not None:
             return True
-        path, weights = resolve_model(self.model), self.load_format != "dummy"
+        if weights and default_modules(self.model) is not None:
+            return True
+        path = resolve_model(self.model)
         return open_checkpoint(path, self.hf_overrides, with_weights=weights).config.mtp is not None
 
 

@@ -219,6 +219,8 @@ def test_default_modules(
     assert load(trunk, load_format="dummy").config.speculative.model is None
     other = {"model": str(modules)}
     assert load(trunk, other).config.speculative.model == str(modules)
+    measured = ModelOptions(str(trunk), "auto", "float32", 0, {}, 1)
+    assert measured.load(2, max_model_len=32).config.speculative.model == str(folder)
     # A half-written folder is an error, not silence.
     (folder / "modules.json").unlink()
     with pytest.raises(ModelError, match=r"tiny-mtp3 has no modules\.json"):

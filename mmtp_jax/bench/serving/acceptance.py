@@ -33,7 +33,7 @@ class Acceptance:
 
 
 def counts(target: Target) -> Counts | None:
-    """The counters so far by name and position; None if the server has none."""
+    """The counters so far by name and position; None if the server has none, or no numbers."""
     try:
         status, body = target.get("/metrics")
     except OSError:
@@ -43,7 +43,10 @@ def counts(target: Target) -> Counts | None:
     found: Counts = Counter()
     for name, labels, value in _SAMPLE.findall(body.decode(errors="replace")):
         position = _POSITION.search(labels)
-        found[name, int(position[1]) if position else 0] += round(float(value))
+        try:
+            found[name, int(position[1]) if position else 0] += round(float(value))
+        except (ValueError, OverflowError):
+            return None
     return found or None
 
 

@@ -106,8 +106,12 @@ class Connection(asyncio.Protocol):
         self._answer.body += body
 
     def on_message_complete(self) -> None:
+        if self._answer.status // 100 == 1:
+            return  # 100 and 103 come before the answer
         self.open = self.open and self._parser.should_keep_alive()
         self._end(None)
+        # What comes unasked, such as a 408 before an idle connection is closed, is nobody's.
+        self._answer = Answer()
 
     def _end(self, error: OSError | None) -> None:
         if self._done is None or self._done.done():

@@ -139,7 +139,7 @@ def _events(answer: Answer) -> Iterator[tuple[float, _Event]]:
             return
         try:
             event = _decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise _Broken("an event is not one of OpenAI's API") from None
         if event.error is not None:
             raise _Broken(f"an event says error{said(data)}")

@@ -40,7 +40,7 @@ def read_line(file: Path) -> Line:
         return Line.of(json.loads(file.read_text()))
     except OSError as error:
         raise ConfigError(f"--compare cannot be read: {error}") from None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise ConfigError(f"--compare must name reports of `serving`, got {file}") from None
 
 

@@ -121,6 +121,16 @@ def _interruptible(pipes: list[Pipe]) -> Iterator[threading.Event]:
 
 
 @contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """A Ctrl-C meanwhile comes afterwards."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@contextmanager
 def processes(
     number: int, target: Target, path: str, bodies: Bodies, timeout: float
 ) -> Iterator[Processes]:
@@ -128,20 +138,16 @@ def processes(
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     pipes, children = [], []
-    # Children are born deaf to Ctrl-C.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        for _ in range(number):
-            ours, theirs = context.Pipe()
-            worker = Worker(theirs, counter, target, path, bodies, timeout)
-            child = context.Process(target=worker.serve, daemon=True)
-            child.start()
-            theirs.close()
-            pipes.append(ours)
-            children.append(child)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    try:
+        with _ctrl_c_waits():  # and children are born deaf to it
+            for _ in range(number):
+                ours, theirs = context.Pipe()
+                worker = Worker(theirs, counter, target, path, bodies, timeout)
+                child = context.Process(target=worker.serve, daemon=True)
+                child.start()
+                theirs.close()
+                pipes.append(ours)
+                children.append(child)
         for pipe in pipes:
             _received(pipe)
         yield Processes(pipes, counter)

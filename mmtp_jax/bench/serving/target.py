@@ -31,6 +31,7 @@ class Target:
         try:
             url = urlsplit(base_url)
             host, port = url.hostname, url.port
+            (host or "").encode("idna")  # as whoever looks it up does
         except ValueError as error:
             raise ConfigError(f"--base-url must be an address, got {base_url}: {error}") from None
         require(
@@ -44,7 +45,7 @@ class Target:
         assert host is not None
         path = url.path.rstrip("/").removesuffix("/v1")
         require(
-            path.isascii() and path.isprintable() and " " not in path,
+            path.isascii() and f"{host}{path}".isprintable() and " " not in f"{host}{path}",
             f"--base-url must hold ASCII characters without spaces, got {base_url}",
         )
         default = 443 if url.scheme == "https" else 80
