@@ -41,7 +41,8 @@ class DraftLengths:
         if restarts and scheduler.cache.usage <= MOST_USAGE:
             running = {request.slot: request for request in decoding}
             for slot in restarts:
-                scheduler.restart(running[slot])
+                if _is_short(running[slot], scheduler):
+                    scheduler.restart(running[slot])
 
     def dispatched(self, step: ScheduledStep) -> None:
         """The step is about to run."""
@@ -66,3 +67,9 @@ class DraftLengths:
         while request.behind(most) > self._behind:
             most -= 1
         return most
+
+
+def _is_short(request: Request, scheduler: Scheduler) -> bool:
+    """Whether a restart computes no more than a step's rows: the controller counts on that."""
+    cached = request.exact if request.reuses_prefix and scheduler.cache.enable_prefix_caching else 0
+    return request.max_computed - cached <= scheduler.config.max_num_batched_tokens

@@ -102,7 +102,7 @@ def test_requests_are_restarted_to_get_their_modules_back(monkeypatch: pytest.Mo
     made = engine(RIGHT, dear)
     made.reset()
     name = made.add(counting(1, 5), SamplingParams(temperature=0.0, max_tokens=88))
-    while len(made.output[name]) < 30:
+    while len(made.output[name]) < 20:
         made.step()
     monkeypatch.setattr(StepCosts, "seconds", lambda self, program: cheap(program))
     monkeypatch.setattr("mmtp_jax.adaptive.controller.RESTART_HORIZON", 8)
@@ -110,3 +110,19 @@ def test_requests_are_restarted_to_get_their_modules_back(monkeypatch: pytest.Mo
     made.run()
     assert made.output[name] == counting(6, 88)
     assert [delta.drafted for delta in made.deltas].count(DEPTH) >= 4
+
+
+def test_long_requests_are_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without cached prefixes a restart would compute all of it again, in several steps."""
+    made = engine(RIGHT, dear)
+    made.reset()
+    made.core.cache.enable_prefix_caching = False
+    name = made.add(counting(1, 20), SamplingParams(temperature=0.0, max_tokens=75))
+    while len(made.output[name]) < 30:
+        made.step()
+    monkeypatch.setattr(StepCosts, "seconds", lambda self, program: cheap(program))
+    monkeypatch.setattr("mmtp_jax.adaptive.controller.RESTART_HORIZON", 8)
+    made.deltas.clear()
+    made.run()
+    assert made.output[name] == counting(21, 75)
+    assert [delta.drafted for delta in made.deltas] == [0] * len(made.deltas)
