@@ -9,10 +9,9 @@ import pytest
 from engine.canary import canary, canary_values, counting
 from engine.harness import Harness
 
-import mmtp_jax.engine.core as core
+from mmtp_jax.adaptive.controller import DraftController
 from mmtp_jax.adaptive.costs import Program, StepCosts
-from mmtp_jax.engine.buckets import Bucket
-from mmtp_jax.engine.device import Device
+from mmtp_jax.engine.draft_lengths import DraftLengths
 from mmtp_jax.engine.warm_up import time_programs
 from mmtp_jax.sampling.params import SamplingParams
 
@@ -24,23 +23,28 @@ Seconds = Callable[[Program], float]
 
 
 @functools.cache
+def built(order: tuple[int, ...]) -> Harness:
+    return Harness(
+        canary(DEPTH),
+        values=canary_values(list(order)),
+        num_pages=128,
+        max_model_len=96,
+        budget=32,
+        behind=DEPTH + 5,
+        controlled=True,
+    )
+
+
 def engine(order: tuple[int, ...], seconds: Seconds) -> Harness:
-    """Modules in an order, and steps that are said to take so long."""
-
-    def times(device: Device, buckets: tuple[Bucket, ...]) -> dict[Program, float]:
-        return {bucket.program: seconds(bucket.program) for bucket in buckets}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "time_programs", times)
-        return Harness(
-            canary(DEPTH),
-            values=canary_values(list(order)),
-            num_pages=128,
-            max_model_len=96,
-            budget=32,
-            behind=DEPTH + 5,
-            controlled=True,
-        )
+    """Modules in an order, and steps that are said to take so long; nothing is known yet."""
+    made = built(order)
+    made.reset()
+    programs = [bucket.program for bucket in made.core.device.programs.buckets]
+    costs = StepCosts({program: seconds(program) for program in programs})
+    lengths = made.core.scheduler.draft_policy
+    assert isinstance(lengths, DraftLengths)
+    lengths._controller = DraftController(made.max_num_seqs, DEPTH, programs, costs)
+    return made
 
 
 def cheap(program: Program) -> float:
@@ -53,7 +57,6 @@ def dear(program: Program) -> float:
 
 def test_times_of_programs_are_taken_before_there_are_requests() -> None:
     made = engine(RIGHT, cheap)
-    made.reset()
     ids = counting(1, 5)
     made.add(ids, SamplingParams(temperature=0.0, max_tokens=9))
     made.step()
@@ -72,7 +75,6 @@ def costs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drafted(made: Harness) -> list[int]:
     """Drafts verified by every step of every request, texts checked."""
-    made.reset()
     texts = {}
     for start in range(1, 9):
         ids = counting(start, 3 * start)
@@ -100,7 +102,6 @@ def test_none_where_modules_are_wrong() -> None:
 def test_requests_are_restarted_to_get_their_modules_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lone request's modules fall behind while drafts cost too much, and come back afterwards."""
     made = engine(RIGHT, dear)
-    made.reset()
     name = made.add(counting(1, 5), SamplingParams(temperature=0.0, max_tokens=88))
     while len(made.output[name]) < 20:
         made.step()
@@ -115,8 +116,7 @@ def test_requests_are_restarted_to_get_their_modules_back(monkeypatch: pytest.Mo
 def test_long_requests_are_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without cached prefixes a restart would compute all of it again, in several steps."""
     made = engine(RIGHT, dear)
-    made.reset()
-    made.core.cache.enable_prefix_caching = False
+    monkeypatch.setattr(made.core.cache, "enable_prefix_caching", False)
     name = made.add(counting(1, 20), SamplingParams(temperature=0.0, max_tokens=75))
     while len(made.output[name]) < 30:
         made.step()
