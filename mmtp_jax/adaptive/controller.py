@@ -29,8 +29,8 @@ BATCH_CHANGE = 1 / 8
 COSTS_CHANGE = 2
 # Another program has to promise so much more than the running one.
 PROGRAM_GAIN = 1.01
-# A restart costs about a step of everyone. It has to promise the request so much more, and together
-# they have to pay within so many steps, which is also how long a request is not restarted again.
+# A restart costs everyone steps with its rows. It has to promise the request so much more, and
+# together they have to pay within so many steps; as long, a request is not restarted again.
 RESTART_GAIN = 1.05
 RESTART_HORIZON = 128
 # At most this part of the batch at once.
@@ -65,6 +65,7 @@ class DraftController:
         self.program: Program | None = None
         self._num_drafts = num_drafts
         self._programs = tuple(programs)
+        self._most_requests = max(program.most_requests for program in programs)
         self._costs = costs
         self._mixed = MixedCosts(programs, num_drafts, costs)
         # By slot: drafts as decided and of the next step, verifications since the admission (or
@@ -114,14 +115,25 @@ class DraftController:
             usual = self._costs.seconds(self.program)
             self._saved = min(self._saved + EXPLORED_SHARE * usual, MOST_SAVED * usual)
 
-    def decide(self, slots: Int[np.ndarray, " B"], most: Int[np.ndarray, " B"]) -> None:
-        """Settle the drafts of the next step, in which `slots` decode; `most` bounds each."""
+    def decide(
+        self,
+        slots: Int[np.ndarray, " B"],
+        most: Int[np.ndarray, " B"],
+        restart_rows: Int[np.ndarray, " B"],
+    ) -> None:
+        """Settle the drafts of the next step, in which `slots` decode; `most` bounds each. A
+        restart prefills `restart_rows`; -1: it is not possible.
+
+        The first are served first: those beyond what a program has room for get no row.
+        """
         if len(slots) == 0:
             return
+        room = self._most_requests
+        slots, most, restart_rows = slots[:room], most[:room], restart_rows[:room]
         self._steps_left -= 1
         self._since_plain += 1
         if self._is_due(slots):
-            self._decide(slots, most)
+            self._decide(slots, most, restart_rows)
         if self._plain_left > 0:
             self._plain_left -= 1
             drafts = np.zeros_like(most)
@@ -157,7 +169,12 @@ class DraftController:
             or batch + int(self._settled[slots].sum()) > self.program.rows
         )
 
-    def _decide(self, slots: Int[np.ndarray, " B"], most: Int[np.ndarray, " B"]) -> None:
+    def _decide(
+        self,
+        slots: Int[np.ndarray, " B"],
+        most: Int[np.ndarray, " B"],
+        restart_rows: Int[np.ndarray, " B"],
+    ) -> None:
         batch = len(slots)
         if not self._costs_batch / COSTS_CHANGE <= batch <= self._costs_batch * COSTS_CHANGE:
             self._costs.forget()
@@ -165,7 +182,7 @@ class DraftController:
             self._since_plain = PLAIN_INTERVAL - FIRST_PLAIN
         probabilities = self.estimate.probabilities(slots)
         choice = self._choose(probabilities, most)
-        choice, typical = self._renew(slots, probabilities, most, choice)
+        choice, typical = self._renew(slots, probabilities, most, restart_rows, choice)
         if self.program is None:
             # The first requests may try all drafts.
             deep = self._mixed.deep_seconds(batch * (self._num_drafts + 1))
@@ -179,7 +196,7 @@ class DraftController:
         elif self._since_plain >= PLAIN_INTERVAL:
             self._since_plain, self._plain_left = 0, PLAIN_STEPS
         if choice.drafts.max() < self._num_drafts:
-            self._probe(slots, most)
+            self._probe(slots, most, restart_rows)
         soon = changed or self._plain_left > 0 or len(self._restarts) > 0
         self._steps_left = SHORT_INTERVAL if soon else INTERVAL
 
@@ -198,6 +215,7 @@ class DraftController:
         slots: Int[np.ndarray, " B"],
         probabilities: Float64[np.ndarray, "B N"],
         most: Int[np.ndarray, " B"],
+        restart_rows: Int[np.ndarray, " B"],
         choice: Choice,
     ) -> tuple[Choice, Int64[np.ndarray, " B"]]:
         """`choice`, or the better one of requests that were not bounded, where it pays to get
@@ -208,7 +226,8 @@ class DraftController:
         are free to use it would fall behind again without.
         """
         replaced = 2 * self._arrivals >= len(slots)
-        renewable = replaced | (self._verified[slots] >= RESTART_HORIZON)
+        able = (restart_rows >= 0) & (self._verified[slots] >= RESTART_HORIZON)
+        renewable = replaced | able
         bounded = renewable & (most < self._num_drafts)
         if not bounded.any():
             return choice, choice.drafts
@@ -219,7 +238,11 @@ class DraftController:
             gains = _tokens(probabilities, better.drafts) / _tokens(probabilities, choice.drafts)
             behind = (gains > RESTART_GAIN) & (better.drafts > most)
             count = int(behind.sum())
-            if count == 0 or gain * RESTART_HORIZON <= count:
+            if count == 0:
+                return choice, choice.drafts
+            rows = len(slots) + int(restart_rows[behind].mean())
+            cost = count * self._mixed.deep_seconds(rows) / self._mixed.seconds(choice.program)
+            if gain * RESTART_HORIZON <= cost:
                 return choice, choice.drafts
             first = np.argsort(np.where(behind, -gains, 0.0), kind="stable")
             at_once = max(1, int(RESTART_PART * len(slots)))
@@ -234,15 +257,24 @@ class DraftController:
         self._verified[slots] = 0
         self._arrivals -= len(slots)
 
-    def _probe(self, slots: Int[np.ndarray, " B"], most: Int[np.ndarray, " B"]) -> None:
+    def _probe(
+        self,
+        slots: Int[np.ndarray, " B"],
+        most: Int[np.ndarray, " B"],
+        restart_rows: Int[np.ndarray, " B"],
+    ) -> None:
         """Let the request that has decoded for longest try all drafts, once that is affordable."""
-        if self._restarts or self._to_explore[slots].any():
+        able = (most >= self._num_drafts) | (restart_rows >= 0)
+        if self._restarts or self._to_explore[slots].any() or not able.any():
             return
         assert self.program is not None
-        deep = self._mixed.deep_seconds(len(slots) + self._num_drafts)
+        batch = len(slots)
+        deep = self._mixed.deep_seconds(batch + self._num_drafts)
         extra = EXPLORED * (deep - self._mixed.seconds(self.program))
-        oldest = int(np.argmax(self._verified[slots]))
-        restart = 2 * deep if most[oldest] < self._num_drafts else 0.0
+        oldest = int(np.argmax(np.where(able, self._verified[slots], -1)))
+        restart = 0.0
+        if most[oldest] < self._num_drafts:
+            restart = deep + self._mixed.deep_seconds(batch + int(restart_rows[oldest]))
         if self._saved < restart + extra:
             return
         self._saved -= restart

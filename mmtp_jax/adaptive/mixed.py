@@ -38,6 +38,8 @@ class MixedCosts:
         return alone + self._share * (mixed - alone)
 
     def deep_seconds(self, rows: int) -> float:
-        """The seconds of a step with all modules, in the smallest program of so many rows."""
+        """The seconds of a step with all modules, in the smallest program of so many rows; of
+        several in the largest if it has not as many."""
         fitting = (program for program in self._deepest if program.rows >= rows)
-        return self._costs.seconds(next(fitting, self._deepest[-1]))
+        program = next(fitting, self._deepest[-1])
+        return -(-rows // program.rows) * self._costs.seconds(program)

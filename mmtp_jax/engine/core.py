@@ -139,7 +139,8 @@ class EngineCore:
                     StepCosts(time_programs(self.device, sizes)),
                 ),
                 model.num_drafts,
-                behind,
+                # No step has more rows for a request.
+                min(behind, config.limits.max_num_batched_tokens - width),
             )
             self.scheduler.draft_policy = self._lengths
         self.stats = EngineStats(model.num_drafts)

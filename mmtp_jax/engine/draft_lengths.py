@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmtp_jax.adaptive.controller import DraftController
+from mmtp_jax.cache.manager import CacheManager
 from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.request import Drafts, Request, ScheduledRequest
 from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler
@@ -33,16 +34,18 @@ class DraftLengths:
     def decide(self, scheduler: Scheduler) -> None:
         """Settle the lengths of the next step, and restart requests where that pays."""
         decoding = [request for request in scheduler.running if not request.prefilling]
-        self._controller.decide(
-            np.array([request.slot for request in decoding], np.int64),
-            np.array([self._most(request) for request in decoding], np.int64),
-        )
+        most = [self._most(request) for request in decoding]
+        rows = [
+            0 if count == self._num_drafts else _restart_rows(request, scheduler.cache)
+            for request, count in zip(decoding, most, strict=True)
+        ]
+        slots = [request.slot for request in decoding]
+        self._controller.decide(*(np.array(each, np.int64) for each in (slots, most, rows)))
         restarts = self._controller.restarts()
-        if restarts and scheduler.cache.usage <= MOST_USAGE:
+        if restarts:
             running = {request.slot: request for request in decoding}
             for slot in restarts:
-                if _is_short(running[slot], scheduler):
-                    scheduler.restart(running[slot])
+                scheduler.restart(running[slot])
 
     def dispatched(self, step: ScheduledStep) -> None:
         """The step is about to run."""
@@ -69,7 +72,9 @@ class DraftLengths:
         return most
 
 
-def _is_short(request: Request, scheduler: Scheduler) -> bool:
-    """Whether a restart computes no more than a step's rows: the controller counts on that."""
-    cached = request.exact if request.reuses_prefix and scheduler.cache.enable_prefix_caching else 0
-    return request.max_computed - cached <= scheduler.config.max_num_batched_tokens
+def _restart_rows(request: Request, cache: CacheManager) -> int:
+    """Rows that a restart prefills; -1 if the request might not get its pages again."""
+    if cache.usage > MOST_USAGE:
+        return -1
+    cached = request.exact if request.reuses_prefix and cache.enable_prefix_caching else 0
+    return request.max_computed - cached

@@ -48,11 +48,16 @@ class Evaluation:
 def evaluate(
     loaded: LoadedModel, sets: Mapping[str, Sequence[Messages]], options: EvaluateOptions
 ) -> Iterator[Evaluation]:
-    """Every set at every temperature; `ConfigError` if the model has no modules or no tokenizer."""
+    """Every set at every temperature; `ConfigError` if the model has no modules or no tokenizer, or
+    draft lengths vary."""
     graph = loaded.graph
     require(
         graph.config.mtp is not None and graph.config.mtp.repeats == 1,
         "the model has no module for every draft: name some with --speculative-model",
+    )
+    require(
+        not loaded.config.speculative.adaptive,
+        "num_speculative_tokens must be a number, got 'auto': every step has to verify as many",
     )
     require(loaded.tokenizer is not None, "the model has no tokenizer, and prompts are text")
     with LLM.from_loaded(loaded, progress=True) as llm:

@@ -181,7 +181,7 @@ class Simulation:
         if self.controller is None:
             return np.full(len(slots), self.fixed)
         most, before = self.most(slots), self.controller.program
-        self.controller.decide(slots, most)
+        self.controller.decide(slots, most, self._computed[slots])
         self.num_switches += before not in (None, self.controller.program)
         drafts = self.controller.all_drafts[slots]
         assert (drafts <= most).all()

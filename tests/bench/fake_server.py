@@ -35,8 +35,8 @@ def chunk(data: bytes) -> bytes:
 class Fake:
     """How it answers, and what it was asked.
 
-    `usage`: "continuous", "last" or "none". `failure`: None, or one of `answer`. `prompts` and
-    `paths` are of the POST requests; `connections` counts.
+    `usage`: "continuous", "last" or "none". `failure`: None, or one of `answer` (who knows HTTP
+    copes with some). `prompts` and `paths` are of the POST requests; `connections` counts.
     """
 
     chunks: int = 4
@@ -102,6 +102,9 @@ class Fake:
         if self.failure == "no HTTP":
             writer.write(b"hello\r\n")
             return
+        if self.failure == "early hints":
+            writer.write(b"HTTP/1.1 103 X\r\n\r\n")
+            await asyncio.sleep(self.interval)
         writer.write(HEAD % (200, b"text/event-stream; charset=utf-8"))
         if self.failure == "no tokens":
             writer.write(chunk(event("", 0, chat=chat) + DONE) + END)
@@ -118,13 +121,18 @@ class Fake:
             if self.failure == "no JSON" and number == 3:
                 writer.write(chunk(b"data: {no\n\n" + DONE) + END)
                 return
+            if self.failure == "deep JSON" and number == 3:
+                deep = b"[" * 10_000 + b"]" * 10_000
+                writer.write(chunk(b'data: {"x": ' + deep + b"}\n\n" + DONE) + END)
+                return
             total = number * self.tokens_per_chunk if self.usage == "continuous" else None
             writer.write(chunk(event("abc", total, chat=chat)))
         if self.usage != "none":
             usage = {"prompt_tokens": 7, "completion_tokens": self.chunks * self.tokens_per_chunk}
             last = json.dumps({"choices": [], "usage": usage}).encode()
             writer.write(chunk(b"data: " + last + b"\n\n"))
-        writer.write(chunk(DONE) + END)
+        more = b"HTTP/1.1 408 X\r\nContent-Length: 4\r\n\r\nlate"
+        writer.write(chunk(DONE) + END + more * (self.failure == "says more"))
 
 
 @contextmanager

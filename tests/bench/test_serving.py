@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -16,6 +17,12 @@ import pytest
 from bench.fake_server import Fake, faking
 
 from mmtp_jax.bench.__main__ import main
+from mmtp_jax.bench.serving.bodies import TextBodies
+from mmtp_jax.bench.serving.plot import read_line
+from mmtp_jax.bench.serving.processes import processes
+from mmtp_jax.bench.serving.target import Target
+from mmtp_jax.bench.serving.worker import Worker
+from mmtp_jax.config import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A run without jax: importing it would fail.
@@ -147,6 +154,21 @@ def test_ctrl_c_reports_what_was_measured_without_jax() -> None:
     assert one["failures"] == {} and "Traceback" not in err
 
 
+def test_ctrl_c_while_processes_start_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worker(*arguments: Any) -> Worker:
+        os.kill(os.getpid(), signal.SIGINT)
+        return Worker(*arguments)
+
+    monkeypatch.setattr("mmtp_jax.bench.serving.processes.Worker", worker)
+    target = Target.of("http://127.0.0.1:9", None)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        processes(1, target, "/", TextBodies([b"{}"]), 1.0) as started,
+    ):
+        assert started is None, "it was lost"
+    assert multiprocessing.active_children() == []
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
 def test_https(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -243,6 +265,14 @@ def test_wrong_datasets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             output = capsys.readouterr()
             assert output.err.startswith(f"error: {said}") and output.err.count("\n") == 1
     assert fake.bodies == []
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"results": 3}', "[" * 10_000 + "]" * 10_000])
+def test_a_report_that_is_none(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "earlier.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="--compare must name reports of `serving`"):
+        read_line(file)
 
 
 def test_a_plot_compares_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,9 +177,12 @@ def test_all_forms_of_lines_and_of_what_a_model_says() -> None:
         ("never ends", "timed out after 0.2 s"),
         ("error event", "an event says error: not today"),
         ("no JSON", "an event is not one of OpenAI's API"),
+        ("deep JSON", "an event is not one of OpenAI's API"),
+        ("early hints", None),
+        ("says more", None),
     ],
 )
-def test_failures(failure: str, said: str) -> None:
+def test_failures(failure: str, said: str | None) -> None:
     with faking(failure=failure) as fake:
         target = Target.of(fake.url, None)
         one = asyncio.run(ask(target, 0.2 if failure == "never ends" else 30))
@@ -251,3 +254,9 @@ def test_acceptance() -> None:
     assert one is not None and one.drafted == [10, 4] and one.rate == [0.7, 0.5]
     assert acceptance(ours, ours) is None
     assert acceptance(None, ours) is None and acceptance(ours, None) is None
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "many"])
+def test_counters_that_are_no_numbers(value: str) -> None:
+    with faking(metrics=[VLLM.replace("8.0", value)]) as fake:
+        assert counts(Target.of(fake.url, None)) is None

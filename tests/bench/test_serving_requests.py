@@ -132,7 +132,11 @@ def test_addresses(address: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["host", "ftp://host", "http://", "http://a@host", "http://h/ä"]
+    "address",
+    [
+        *("host", "ftp://host", "http://", "http://a@host", "http://h/ä"),
+        *("http://h/a b", "http://a b:1", "http://a..b:1", f"http://{64 * 'a'}.b"),
+    ],
 )
 def test_wrong_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="--base-url must"):

@@ -113,15 +113,14 @@ def test_requests_are_restarted_to_get_their_modules_back(monkeypatch: pytest.Mo
     assert [delta.drafted for delta in made.deltas].count(DEPTH) >= 4
 
 
-def test_long_requests_are_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cached prefixes a restart would compute all of it again, in several steps."""
+def test_no_request_is_restarted_where_pages_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(RIGHT, dear)
-    monkeypatch.setattr(made.core.cache, "enable_prefix_caching", False)
     name = made.add(counting(1, 20), SamplingParams(temperature=0.0, max_tokens=75))
     while len(made.output[name]) < 30:
         made.step()
     monkeypatch.setattr(StepCosts, "seconds", lambda self, program: cheap(program))
     monkeypatch.setattr("mmtp_jax.adaptive.controller.RESTART_HORIZON", 8)
+    monkeypatch.setattr("mmtp_jax.engine.draft_lengths.MOST_USAGE", 0.0)
     made.deltas.clear()
     made.run()
     assert made.output[name] == counting(21, 75)

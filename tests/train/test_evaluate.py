@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_for_tests import tiny_model
+from llm_for_tests import load_tiny, tiny_model
 
 from mmtp_jax.checks import ConfigError
 from mmtp_jax.engine.stats import Acceptance
@@ -46,6 +46,8 @@ def test_limit_and_what_is_refused() -> None:
     loaded = tiny_model(k=0)
     with pytest.raises(ConfigError, match="no module for every draft"):
         next(evaluate(loaded, SETS, options))
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be a number, got 'auto'"):
+        next(evaluate(load_tiny({"num_speculative_tokens": "auto"}), SETS, options))
     with pytest.raises(ConfigError, match="no tokenizer"):
         next(evaluate(replace(tiny_model(), tokenizer=None), SETS, options))
     for wrong, message in (
