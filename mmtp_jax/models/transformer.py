@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from mmtp_jax.cache.layout import Place
@@ -85,14 +86,16 @@ class Transformer(nnx.Module):
                 x, pages = _run_layer(graph, base, params, x, rows, write, jnp.int32(depth), pages)
         return x, pages
 
-    def logits(self, hidden: Float[Array, "S H"]) -> Float[Array, "S V"]:
-        """Float32 logits of hidden states that already went through a final norm."""
+    def logits(
+        self, hidden: Float[Array, "S H"], dtype: DTypeLike = jnp.float32
+    ) -> Float[Array, "S V"]:
+        """Logits of hidden states that already went through a final norm."""
         if self.logits_divisor != 1.0:
             hidden = hidden / jnp.asarray(self.logits_divisor, hidden.dtype)
         if self.head is not None:
-            logits = self.head(hidden).astype(jnp.float32)
+            logits = self.head(hidden).astype(dtype)
         else:
             logits = jnp.einsum(
-                "sh,vh->sv", hidden, self.embed.weight[...], preferred_element_type=jnp.float32
+                "sh,vh->sv", hidden, self.embed.weight[...], preferred_element_type=dtype
             )
         return logits[:, : self.vocab_size]

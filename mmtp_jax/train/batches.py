@@ -116,18 +116,23 @@ class Batches:
 
     def load(self, shape: Shape, parts: Sequence[Sequence[int]]) -> Batch:
         """The arrays of a batch, in the host's memory."""
-        size = (len(parts), shape.anchors)
-        tokens = np.zeros((len(parts), shape.sequences, shape.length), np.int32)
-        row, token, at = (np.zeros(size, np.int32) for _ in range(3))
-        for device, part in enumerate(parts):
-            filled = 0
-            for place, sample in enumerate(part):
-                text = self._data.tokens(sample)
-                tokens[device, place, : len(text)] = text
-                own = np.arange(max(int(self._data.prompt_lengths[sample]), 1), len(text))
-                anchors = slice(filled, filled + len(own))
-                row[device, anchors] = place * shape.length + own - 1
-                token[device, anchors] = text[own]
-                at[device, anchors] = own
-                filled += len(own)
-        return Batch(tokens, row, token, at)
+        return load(self._data, shape, parts)
+
+
+def load(data: Dataset, shape: Shape, parts: Sequence[Sequence[int]]) -> Batch:
+    """The arrays of a batch of these samples of every device, in the host's memory."""
+    size = (len(parts), shape.anchors)
+    tokens = np.zeros((len(parts), shape.sequences, shape.length), np.int32)
+    row, token, at = (np.zeros(size, np.int32) for _ in range(3))
+    for device, part in enumerate(parts):
+        filled = 0
+        for place, sample in enumerate(part):
+            text = data.tokens(sample)
+            tokens[device, place, : len(text)] = text
+            own = np.arange(max(int(data.prompt_lengths[sample]), 1), len(text))
+            anchors = slice(filled, filled + len(own))
+            row[device, anchors] = place * shape.length + own - 1
+            token[device, anchors] = text[own]
+            at[device, anchors] = own
+            filled += len(own)
+    return Batch(tokens, row, token, at)

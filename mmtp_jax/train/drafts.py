@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
@@ -17,56 +18,56 @@ from mmtp_jax.engine.stats import Acceptance
 from mmtp_jax.models.model import ModelGraph, Params
 from mmtp_jax.sampling.sampler import sample
 from mmtp_jax.sampling.state import SamplingState, empty
-from mmtp_jax.train.batches import Batches, Shape
+from mmtp_jax.train.batches import Shape, load
 from mmtp_jax.train.chain import module_states, target_states
 from mmtp_jax.train.loss import ANCHORS_AT_ONCE, Anchors
-from mmtp_jax.train.options import BatchOptions
+from mmtp_jax.train.options import PAGE
 from mmtp_jax.train.shards import Dataset
 from mmtp_jax.train.step import Batch
 
+# Of a batch, padding included; a longer text is a batch of its own.
+_BATCH_TOKENS = 16384
+
 
 class Drafts:
-    """The modules' drafts for texts of a model; each shape of batches is compiled once."""
+    """The modules' drafts for texts of a model.
 
-    def __init__(self, graph: ModelGraph, batch_tokens: int = 16384) -> None:
-        self._graph = graph
-        self._options = BatchOptions(batch_tokens)
+    All texts of a call are padded to one length, a power of two: each shape of a batch is a program
+    of its own, and compiling one takes a GPU as long as thousands of texts.
+    """
+
+    def __init__(self, graph: ModelGraph) -> None:
         self._program = jax.jit(functools.partial(_hits, graph))
 
     def hits(
         self, params: Params, data: Dataset, chosen: Sequence[int], rows: Int32[np.ndarray, "X C"]
     ) -> Iterator[tuple[int, Bool[np.ndarray, "N L"]]]:
-        """Of every chosen sample (in any order), its place in `chosen` and whether each module's
-        draft is the token at each index.
+        """Of every chosen sample, its place in `chosen` and whether each module's draft is the
+        token at each index.
 
         `rows` are the packed sampling parameters of the chosen samples (`sampling.state.host_row`).
         """
-        place_of = {sample: place for place, sample in enumerate(chosen)}
-        batches = Batches(data, chosen, self._options, 1)
-        for shape, (part,) in batches.epoch(0):
-            places = [place_of[sample] for sample in part]
-            packed = np.zeros((shape.sequences, rows.shape[1]), np.int32)
-            packed[: len(part)] = rows[places]
-            batch = batches.load(shape, [part])
+        longest = max(int(data.lengths[index]) for index in chosen)
+        length = max(_power_of_two(longest), PAGE)
+        sequences = min(max(_BATCH_TOKENS // length, 1), _power_of_two(len(chosen)))
+        shape = Shape(sequences, length, sequences * length)
+        for first in range(0, len(chosen), sequences):
+            part = chosen[first : first + sequences]
+            packed = np.zeros((sequences, rows.shape[1]), np.int32)
+            packed[: len(part)] = rows[first : first + len(part)]
+            batch = load(data, shape, [part])
             found = np.asarray(self._program(params, batch, packed))
-            yield from self._by_sample(shape, batch, places, data, part, found)
+            at, owner = np.asarray(batch.at[0]), np.asarray(batch.row[0]) // length
+            for place, index in enumerate(part):
+                own = (at > 0) & (owner == place)
+                hits = np.zeros((found.shape[0], int(data.lengths[index])), bool)
+                hits[:, at[own]] = found[:, own]
+                yield first + place, hits
 
-    def _by_sample(
-        self,
-        shape: Shape,
-        batch: Batch,
-        places: list[int],
-        data: Dataset,
-        part: list[int],
-        found: Bool[np.ndarray, "N A"],
-    ) -> Iterator[tuple[int, Bool[np.ndarray, "N L"]]]:
-        at = np.asarray(batch.at[0])
-        owner = np.asarray(batch.row[0]) // shape.length
-        for number, (place, text) in enumerate(zip(places, part, strict=True)):
-            own = (at > 0) & (owner == number)
-            hits = np.zeros((found.shape[0], int(data.lengths[text])), bool)
-            hits[:, at[own]] = found[:, own]
-            yield place, hits
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is at least `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def _hits(
@@ -84,11 +85,15 @@ def _hits(
     neutral = empty(packed.shape[0], graph.config.vocab_size)
     sampling = SamplingState(packed, neutral.bias, neutral.masks, neutral.mask_start)
 
-    def chosen(piece: tuple[Array, ...]) -> Bool[Array, " size"]:
+    def drafted(piece: tuple[Array, ...]) -> Bool[Array, " size"]:
         states, row, token, at = piece
         slot = row // tokens.shape[1]
         logits = model.target.logits(states)
         return sample(logits, sampling, slot, at, tokens) == token
+
+    def hit(piece: tuple[Array, ...]) -> Bool[Array, " size"]:
+        at = piece[-1]  # all zero in the padding at the end
+        return jax.lax.cond(jnp.any(at > 0), drafted, lambda _: jnp.zeros_like(at, bool), piece)
 
     size = min(ANCHORS_AT_ONCE, anchors.row.shape[0])
 
@@ -97,7 +102,7 @@ def _hits(
             lambda array: array.reshape(-1, size, *array.shape[1:]),
             (states, *anchors),
         )
-        return jax.lax.map(chosen, pieces).reshape(-1)
+        return jax.lax.map(hit, pieces).reshape(-1)
 
     return jax.lax.map(of_module, states) & there
 

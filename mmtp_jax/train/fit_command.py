@@ -50,6 +50,8 @@ def add_fit(commands: Any) -> None:
         cross_entropy="weight of the cross-entropy of the tokens",
         decay="weight of a module, relative to the one before",
         top_k="of the target's distribution, only so many best tokens; 0: all",
+        overlap="weight of the negative logarithm of how likely a draft is accepted",
+        reach="share of a weight that falls with the chance that the drafts before are accepted",
     )
     group = one.add_argument_group("optimisation")
     option(group, "--steps", type=int, help="stop after so many steps (default: by --epochs)")
@@ -90,7 +92,7 @@ def run_fit(args: argparse.Namespace) -> None:
 
     options = FitOptions(**{field.name: getattr(args, field.name) for field in fields(FitOptions)})
     batches = BatchOptions(args.batch_tokens, args.seed)
-    objective = Objective(args.distill, args.cross_entropy, args.decay, args.top_k)
+    objective = Objective(**{field.name: getattr(args, field.name) for field in fields(Objective)})
     new = NewModules(args.num_modules, args.mlp_size, args.initial, args.seed)
     require(
         args.tensor_parallel_size == 1,

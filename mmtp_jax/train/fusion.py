@@ -10,23 +10,25 @@ it then draft well before any training.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from mmtp_jax.models.model import ModelGraph, Params, assemble, model_graph
-from mmtp_jax.train.batches import Batches
+from mmtp_jax.train.batches import padded_length
 from mmtp_jax.train.chain import target_states
 from mmtp_jax.train.options import BatchOptions
 from mmtp_jax.train.shards import Dataset
-from mmtp_jax.train.step import Batch
 
 # Of the mean square of the inputs; keeps directions that the samples hardly have at zero.
 _RIDGE = 1e-4
+# Tokens of a sample at most, so that all batches are of one shape and have one program.
+_LONGEST = 256
 
 
 def fitted_fusions(
@@ -37,18 +39,22 @@ def fitted_fusions(
     options: BatchOptions,
 ) -> tuple[Float32[np.ndarray, "inputs H"], Float32[np.ndarray, "inputs H"]]:
     """Projections of [hidden, embedding], both divided by their root mean square, for hidden states
-    before the target's final norm and after it, from all tokens of the chosen samples."""
+    before the target's final norm and after it, from the first tokens of the chosen samples."""
     shorter = model_graph(replace(graph.config, layers=graph.config.layers[:-1]))
     values = graph.values(params)
     below = assemble(shorter, values.__getitem__)
     size = graph.config.hidden_size
     products = [jnp.zeros((2 * size, 3 * size), jnp.float32) for _ in range(2)]
     add = jax.jit(functools.partial(_add, graph, shorter), donate_argnums=2)
-    batches = Batches(data, chosen, options, 1)
-    for shape, parts in batches.epoch(0):
-        lengths = np.zeros(shape.sequences, np.int32)
-        lengths[: len(parts[0])] = data.lengths[parts[0]]
-        products = add(params, below, products, batches.load(shape, parts), lengths)
+    texts = [data.tokens(sample)[:_LONGEST] for sample in chosen]
+    length = padded_length(max(map(len, texts)))
+    sequences = min(max(options.batch_tokens // length, 1), len(texts))
+    for part in itertools.batched(texts, sequences):
+        tokens, lengths = np.zeros((sequences, length), np.int32), np.zeros(sequences, np.int32)
+        for place, text in enumerate(part):
+            tokens[place, : len(text)] = text
+            lengths[place] = len(text)
+        products = add(params, below, products, tokens, lengths)
     pre, post = (_solved(np.asarray(product, np.float64)) for product in products)
     return pre, post
 
@@ -59,11 +65,10 @@ def _add(
     params: Params,
     below: Params,
     products: list[Float32[Array, "inputs both"]],
-    batch: Batch,
-    lengths: Array,
+    tokens: Int32[Array, "B S"],
+    lengths: Int32[Array, " B"],
 ) -> list[Float32[Array, "inputs both"]]:
     """Both normal equations, with the products of a batch added."""
-    tokens = jnp.asarray(batch.tokens)[0]
     model = graph.bind(params)
     raw, normed = target_states(graph, model, tokens)
     wanted, _ = target_states(shorter, shorter.bind(below), tokens)

@@ -174,7 +174,7 @@ class _Drawing:
         shards = (_OpenShard(index, self._plan.shard(index).tolist()) for index in indices)
         samples = ((shard, number) for shard in shards for number in shard.numbers)
         # As many wait as run, so that those that end together are replaced together.
-        most = 2 * self._core.config.max_num_seqs
+        most = 2 * self._core.config.limits.max_num_seqs
         gc.freeze()  # as for a server: looking for garbage in what was there would hold up steps
         try:
             while True:

@@ -21,6 +21,9 @@ from mmtp_jax.train.options import Objective
 # Anchors whose logits exist at once.
 ANCHORS_AT_ONCE = 1024
 
+# Of an overlap whose logarithm is taken.
+_LEAST = 1e-9
+
 
 class Anchors(NamedTuple):
     """Tokens to predict: the row of the position before each, the token, and how many tokens come
@@ -37,6 +40,17 @@ class Anchors(NamedTuple):
         back = 1 + jnp.arange(num_modules, dtype=jnp.int32)[:, None]
         there = self.at - 1 - back >= 0
         return jnp.where(there, self.row - back, 0), there
+
+    def reached(self, accepted: Float32[Array, "N A"]) -> Float32[Array, "N A"]:
+        """How likely a verification comes to each module's draft of each token, if each draft is
+        accepted with this probability: from one row, module m drafts the token after module m - 1's
+        (0 where that one is no anchor: no verification begins in a prompt)."""
+        follows = (self.at[1:] == self.at[:-1] + 1) & (self.row[1:] == self.row[:-1] + 1)
+        reached = [jnp.ones_like(accepted[0])]
+        for own in accepted[:-1]:
+            through = jnp.where(follows, (reached[-1] * own)[:-1], 0.0)
+            reached.append(jnp.pad(through, (1, 0)))
+        return jnp.stack(reached)
 
 
 class Sums(NamedTuple):
@@ -58,8 +72,9 @@ def distil(
     there: Bool[Array, "N A"],
     target: Float[Array, "A H"],
     token: Int32[Array, " A"],
-) -> tuple[Sums, Float[Array, "N A H"]]:
-    """The sums, and the derivatives of the summed objective of each module by its `states`.
+) -> tuple[Sums, Float32[Array, "N A"], Float[Array, "N A H"]]:
+    """The sums, how likely each draft is accepted, and the derivatives of each module's objective
+    at each anchor by its `states`.
 
     `target` are the target's final states from which the tokens are drawn.
     """
@@ -73,7 +88,12 @@ def distil(
         split = array.reshape(array.shape[0], -1, size, *array.shape[2:])
         return jnp.moveaxis(split, 1, 0)
 
-    def of_chunk(chunk: tuple[Array, ...]) -> tuple[Sums, Array]:
+    def whole(array: Array) -> Array:
+        """The inverse of `chunked`."""
+        joined = jnp.moveaxis(array, 0, 1)
+        return joined.reshape(joined.shape[0], num_anchors, *joined.shape[3:])
+
+    def of_chunk(chunk: tuple[Array, ...]) -> tuple[Sums, Array, Array]:
         states, there, target, token = chunk
         wanted = _Wanted.by(model, objective, target[0], token[0])
         return jax.lax.map(
@@ -81,9 +101,9 @@ def distil(
         )
 
     chunks = (chunked(states), chunked(there), chunked(target[None]), chunked(token[None]))
-    sums, derivatives = jax.lax.map(of_chunk, chunks)
-    whole = jnp.moveaxis(derivatives, 0, 1).reshape(states.shape)
-    return jax.tree.map(lambda values: jnp.sum(values, axis=0), sums), whole
+    sums, accepted, derivatives = jax.lax.map(of_chunk, chunks)
+    added = jax.tree.map(lambda values: jnp.sum(values, axis=0), sums)
+    return added, whole(accepted), whole(derivatives)
 
 
 class _Wanted(NamedTuple):
@@ -114,23 +134,30 @@ def _of_module(
     wanted: _Wanted,
     states: Float[Array, "A H"],
     there: Bool[Array, " A"],
-) -> tuple[Sums, Float[Array, "A H"]]:
-    """One module's sums, and the derivatives of its objective."""
-    logits, pull = jax.vjp(model.target.logits, states)
-    got = jax.nn.log_softmax(logits)
+) -> tuple[Sums, Float32[Array, " A"], Float[Array, "A H"]]:
+    """One module's sums, how likely its drafts are accepted, and the derivatives of its
+    objective."""
+    got = jax.nn.log_softmax(model.target.logits(states))
     drafted = jnp.exp(got)
     true = wanted.token[:, None] == jnp.arange(got.shape[1])
     divergence = -wanted.entropy - jnp.sum(wanted.probability * got, axis=1)
     surprise = -jnp.sum(jnp.where(true, got, 0.0), axis=1)
-    each = (
-        jnp.ones_like(divergence),
-        objective.distill * divergence + objective.cross_entropy * surprise,
-        divergence,
-        (jnp.argmax(got, axis=1) == wanted.best).astype(jnp.float32),
-        jnp.sum(jnp.minimum(wanted.probability, drafted), axis=1),
-    )
+    accepted = jnp.sum(jnp.minimum(wanted.probability, drafted), axis=1)
+    value = objective.distill * divergence + objective.cross_entropy * surprise
     # By the logits, both terms have the derivative "what is drafted less what is wanted".
     slope = objective.distill * (drafted - wanted.probability)
     slope += objective.cross_entropy * (drafted - true)
-    (derivatives,) = pull(jnp.where(there[:, None], slope, 0.0))
-    return Sums(*(jnp.sum(jnp.where(there, value, 0.0)) for value in each)), derivatives
+    if objective.overlap:
+        some = jnp.maximum(accepted, _LEAST)
+        value -= objective.overlap * jnp.log(some)
+        # Only what is drafted less often than wanted adds to the overlap when it is drafted more.
+        short = jnp.where(drafted < wanted.probability, drafted, 0.0)
+        gained = short - drafted * jnp.sum(short, axis=1, keepdims=True)
+        slope -= objective.overlap * gained / some[:, None]
+    agreed = (jnp.argmax(got, axis=1) == wanted.best).astype(jnp.float32)
+    each = (jnp.ones_like(value), value, divergence, agreed, accepted)
+    # In the states' dtype, as all that follows: a product of float32 takes twice as long.
+    _, pull = jax.vjp(lambda states: model.target.logits(states, states.dtype), states)
+    (derivatives,) = pull(jnp.where(there[:, None], slope, 0.0).astype(states.dtype))
+    sums = Sums(*(jnp.sum(jnp.where(there, one, 0.0)) for one in each))
+    return sums, accepted, derivatives

@@ -41,24 +41,31 @@ class NewModules:
 class Objective:
     """What is minimised: per predicted token `distill` times the Kullback-Leibler divergence from
     the target's distribution (of its `top_k` best tokens; 0: of all) plus `cross_entropy` times
-    that of the true token, and over the depths a mean with weights `decay` ** m (FastMTP, arXiv
-    2509.18362).
+    that of the true token plus `overlap` times the negative logarithm of how likely a draft is
+    accepted (`Sums.overlap`), and over the depths a mean with weights `decay` ** m (FastMTP, arXiv
+    2509.18362). `reach` is the share of a weight that falls with the chance that the drafts before
+    are accepted: nobody sees what follows a refused draft.
     """
 
     distill: float = 1.0
     cross_entropy: float = 0.0
     decay: float = 0.8
     top_k: int = 0
+    overlap: float = 0.0
+    reach: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
         require(self.distill >= 0, f"distill must be >= 0, got {self.distill}")
         require(self.cross_entropy >= 0, f"cross_entropy must be >= 0, got {self.cross_entropy}")
+        require(self.overlap >= 0, f"overlap must be >= 0, got {self.overlap}")
         require(
-            self.distill + self.cross_entropy > 0, "distill and cross_entropy must not both be 0"
+            self.distill + self.cross_entropy + self.overlap > 0,
+            "distill, cross_entropy and overlap must not all be 0",
         )
         require(0 < self.decay <= 1, f"decay must be in (0, 1], got {self.decay}")
         require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
+        require(0 <= self.reach <= 1, f"reach must be in [0, 1], got {self.reach}")
 
     def depth_weights(self, num_modules: int) -> Float32[np.ndarray, " N"]:
         """Of each module; they add up to 1."""

@@ -91,9 +91,13 @@ def derivatives(
 
     states, pull = jax.vjp(states_of, masters)
     with jax.named_scope("loss"):
-        sums, slope = distil(model, objective, states, there, normed[anchors.row], anchors.token)
-    weights = jnp.asarray(objective.depth_weights(mtp.num_modules), slope.dtype)
-    (found,) = pull(slope * weights[:, None, None])
+        sums, accepted, slope = distil(
+            model, objective, states, there, normed[anchors.row], anchors.token
+        )
+    weights = jnp.asarray(objective.depth_weights(mtp.num_modules))[:, None]
+    if objective.reach:
+        weights *= 1 - objective.reach + objective.reach * anchors.reached(accepted)
+    (found,) = pull(slope * weights[..., None].astype(slope.dtype))
     return sums, found
 
 

@@ -13,6 +13,7 @@ from oracle import Oracle
 from mmtp_jax.checks import ConfigError
 from mmtp_jax.models.model import ModelGraph, Params, assemble, model_graph, random_value
 from mmtp_jax.specs import DenseSpec, MTPConfig
+from mmtp_jax.train import fusion
 from mmtp_jax.train.fusion import fitted_fusions
 from mmtp_jax.train.initial import with_new_modules
 from mmtp_jax.train.options import BatchOptions, NewModules
@@ -87,6 +88,17 @@ def test_projections_are_the_least_squares_of_what_the_last_layer_is_given() -> 
         error, least = (np.sum((x @ one - y) ** 2) for one in (projection, best))
         assert least <= error <= 1.001 * least
         assert error < 0.6 * np.sum(y**2)
+
+
+def test_projections_are_fitted_to_the_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, params = target()
+    short = np.full(len(DATA), 30, np.int32)
+    tokens = np.concatenate([DATA.tokens(index)[:30] for index in range(len(DATA))])
+    cut = dataclasses.replace(DATA, all_tokens=tokens, lengths=short)
+    wanted = fitted_fusions(graph, params, cut, range(len(cut)), BATCHES)
+    monkeypatch.setattr(fusion, "_LONGEST", 30)
+    found = fitted_fusions(graph, params, DATA, range(len(DATA)), BATCHES)
+    np.testing.assert_array_equal(found, wanted)
 
 
 def divided(x: np.ndarray) -> np.ndarray:
