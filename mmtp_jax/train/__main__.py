@@ -8,6 +8,7 @@ and wrong flags answer at once.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from mmtp_jax.train.pack_command import add_pack, run_pack
 from mmtp_jax.weights.errors import ModelError
 
 PROG = "python -m mmtp_jax.train"
+INTERRUPTED = 130
 COMMANDS = {"generate": run_generate, "fit": run_fit, "eval": run_eval, "pack": run_pack}
 
 
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(one_line(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return 0
 
 
@@ -48,4 +50,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == INTERRUPTED:
+        # The interpreter aborts if it ends while a computation runs, and there is nothing to wait
+        # for: what counts is written.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
