@@ -94,6 +94,7 @@ def test_none_where_they_cost_too_much() -> None:
     assert counts.count(0) > 0.8 * len(counts)
 
 
+@pytest.mark.slow
 def test_none_where_modules_are_wrong() -> None:
     counts = drafted(engine(WRONG, cheap))
     assert counts.count(0) > 0.8 * len(counts)

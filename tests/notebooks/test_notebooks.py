@@ -24,7 +24,7 @@ ENGINE = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "01_quickstart": {"QUESTION": "hello", "MAX_TOKENS": 12},
-    "02_acceptance": {"PROMPTS": ["hello", "1 + 1 = 2"], "MAX_TOKENS": 16, "BATCH_TOKENS": 128},
+    "02_acceptance": {"PROMPTS": ["hello", "1 + 1 = 2"], "MAX_TOKENS": 16},
     "03_profile_a_step": {"PROMPT": "hello", "STEPS": 4},
     "04_train_modules": {
         "TOPICS": ["a", "b", "c"],
