@@ -449,6 +449,11 @@ def assert_same(one: RequestOutput, other: RequestOutput) -> None:
 def test_speculation_changes_nothing(name: str) -> None:
     assert_same(plain()[name], drafted()[name])
     assert_same(plain()[name], forced()[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_varying_draft_lengths_change_nothing(name: str) -> None:
     assert_same(plain()[name], forced(auto=True)[name])
 
 

@@ -204,6 +204,7 @@ def test_preemption_and_small_pages() -> None:
         assert output.token_ids == plain()[name].token_ids
 
 
+@pytest.mark.slow
 def test_one_slot() -> None:
     with LLM.from_loaded(model(max_num_seqs=1, max_num_batched_tokens=5)) as llm:
         outputs = run(llm)

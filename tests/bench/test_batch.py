@@ -31,6 +31,7 @@ def test_prompts_depend_on_their_index_and_length() -> None:
     assert all(len(prompt) == 20 and 0 <= min(prompt) <= max(prompt) < 64 for prompt in prompts)
 
 
+@pytest.mark.slow
 def test_all_requests_begin_to_decode_in_the_same_step(batch: FixedBatch) -> None:
     batch.start()
     assert [request.length for request in batch.running] == [PROMPT, PROMPT]
@@ -40,6 +41,7 @@ def test_all_requests_begin_to_decode_in_the_same_step(batch: FixedBatch) -> Non
     batch.finish()
 
 
+@pytest.mark.slow
 def test_repeating_a_step_changes_nothing(batch: FixedBatch) -> None:
     expected = batch.run_to_the_end()
     assert [len(text) for text in expected] == [CONTEXT, CONTEXT]
@@ -63,6 +65,7 @@ def test_steps_with_chunks_hold_as_many_rows(batch: FixedBatch) -> None:
     assert not batch.core.has_work
 
 
+@pytest.mark.slow
 def test_requests_that_end_are_said(batch: FixedBatch) -> None:
     batch.start()
     with pytest.raises(ConfigError, match="raise max_model_len"):

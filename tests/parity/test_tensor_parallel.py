@@ -30,7 +30,7 @@ llm.close()
 
 
 # Inkling has all that llama has.
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "inkling"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("inkling", marks=pytest.mark.slow)])
 def test_two_devices_give_the_same_tokens(name: str) -> None:
     golden = np.load(GOLDENS / name / "golden.npz")
     prompt, continuation = golden["prompt"].tolist(), golden["continuation"].tolist()
