@@ -1,4 +1,4 @@
-"""Progress on stderr: bars, shown only on a terminal."""
+"""What commands tell a person beside their results, on stderr: lines, and bars on a terminal."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+
+def say(text: str) -> None:
+    """One line, at once."""
+    print(text, file=sys.stderr, flush=True)
 
 
 class _Bar:

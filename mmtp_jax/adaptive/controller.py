@@ -10,6 +10,7 @@ this is paid from a small share of the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int, Int64
@@ -45,6 +46,15 @@ EXPLORED = 4
 PLAIN_STEPS = 4
 FIRST_PLAIN = 32
 PLAIN_INTERVAL = 512
+
+
+class _Decoding(NamedTuple):
+    """Requests of a step: their slots, the most drafts that each can go on with, and the rows that
+    a restart of each prefills (-1: it is not possible)."""
+
+    slots: Int[np.ndarray, " B"]
+    most: Int[np.ndarray, " B"]
+    restart_rows: Int[np.ndarray, " B"]
 
 
 class DraftController:
@@ -129,11 +139,12 @@ class DraftController:
         if len(slots) == 0:
             return
         room = self._most_requests
-        slots, most, restart_rows = slots[:room], most[:room], restart_rows[:room]
+        decoding = _Decoding(slots[:room], most[:room], restart_rows[:room])
+        slots, most, _ = decoding
         self._steps_left -= 1
         self._since_plain += 1
         if self._is_due(slots):
-            self._decide(slots, most, restart_rows)
+            self._decide(decoding)
         if self._plain_left > 0:
             self._plain_left -= 1
             drafts = np.zeros_like(most)
@@ -169,12 +180,8 @@ class DraftController:
             or batch + int(self._settled[slots].sum()) > self.program.rows
         )
 
-    def _decide(
-        self,
-        slots: Int[np.ndarray, " B"],
-        most: Int[np.ndarray, " B"],
-        restart_rows: Int[np.ndarray, " B"],
-    ) -> None:
+    def _decide(self, decoding: _Decoding) -> None:
+        slots, most, _ = decoding
         batch = len(slots)
         if not self._costs_batch / COSTS_CHANGE <= batch <= self._costs_batch * COSTS_CHANGE:
             self._costs.forget()
@@ -182,7 +189,7 @@ class DraftController:
             self._since_plain = PLAIN_INTERVAL - FIRST_PLAIN
         probabilities = self.estimate.probabilities(slots)
         choice = self._choose(probabilities, most)
-        choice, typical = self._renew(slots, probabilities, most, restart_rows, choice)
+        choice, typical = self._renew(decoding, probabilities, choice)
         if self.program is None:
             # The first requests may try all drafts.
             deep = self._mixed.deep_seconds(batch * (self._num_drafts + 1))
@@ -196,7 +203,7 @@ class DraftController:
         elif self._since_plain >= PLAIN_INTERVAL:
             self._since_plain, self._plain_left = 0, PLAIN_STEPS
         if choice.drafts.max() < self._num_drafts:
-            self._probe(slots, most, restart_rows)
+            self._probe(decoding)
         soon = changed or self._plain_left > 0 or len(self._restarts) > 0
         self._steps_left = SHORT_INTERVAL if soon else INTERVAL
 
@@ -212,10 +219,8 @@ class DraftController:
 
     def _renew(
         self,
-        slots: Int[np.ndarray, " B"],
+        decoding: _Decoding,
         probabilities: Float64[np.ndarray, "B N"],
-        most: Int[np.ndarray, " B"],
-        restart_rows: Int[np.ndarray, " B"],
         choice: Choice,
     ) -> tuple[Choice, Int64[np.ndarray, " B"]]:
         """`choice`, or the better one of requests that were not bounded, where it pays to get
@@ -225,6 +230,7 @@ class DraftController:
         Elsewhere they are restarted, a few at a time. The better program runs meanwhile: those that
         are free to use it would fall behind again without.
         """
+        slots, most, restart_rows = decoding
         replaced = 2 * self._arrivals >= len(slots)
         able = (restart_rows >= 0) & (self._verified[slots] >= RESTART_HORIZON)
         renewable = replaced | able
@@ -257,13 +263,9 @@ class DraftController:
         self._verified[slots] = 0
         self._arrivals -= len(slots)
 
-    def _probe(
-        self,
-        slots: Int[np.ndarray, " B"],
-        most: Int[np.ndarray, " B"],
-        restart_rows: Int[np.ndarray, " B"],
-    ) -> None:
+    def _probe(self, decoding: _Decoding) -> None:
         """Let the request that has decoded for longest try all drafts, once that is affordable."""
+        slots, most, restart_rows = decoding
         able = (most >= self._num_drafts) | (restart_rows >= 0)
         if self._restarts or self._to_explore[slots].any() or not able.any():
             return

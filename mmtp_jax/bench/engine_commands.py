@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +19,9 @@ from mmtp_jax.bench.startup import startup
 from mmtp_jax.bench.throughput import ThroughputOptions, throughput
 from mmtp_jax.engine.programs import enable_compilation_cache
 from mmtp_jax.loader import parameter_dtype
+from mmtp_jax.progress import say
 from mmtp_jax.weights.resolve import cache_directory
-from pallas_kernels.bench.output import show
+from pallas_kernels.bench.output import show, write_facts
 from pallas_kernels.bench.timing import measure_rates
 
 PRESETS = f"--model also takes {', '.join((*NAMES, *ARCHITECTURES))}"
@@ -58,8 +57,8 @@ def _latency(arguments: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[s
                 "results": [dataclasses.asdict(one) for one in results],
             }
             # After each: what was measured stays if the command is cut short.
-            _write(arguments.json, facts)
-            print(report.latency_line(result), file=sys.stderr, flush=True)
+            write_facts(arguments.json, facts)
+            say(report.latency_line(result))
     show(report.latency_table(results, rates))
     return facts, 0
 
@@ -78,7 +77,7 @@ def _throughput(arguments: argparse.Namespace, argv: Sequence[str]) -> tuple[dic
     with _model(arguments) as model:
         result = throughput(model, options)
     facts = report.environment(argv) | {"result": dataclasses.asdict(result)}
-    _write(arguments.json, facts)
+    write_facts(arguments.json, facts)
     show(report.throughput_table(result))
     return facts, 0
 
@@ -88,7 +87,7 @@ def _startup(arguments: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[s
         result = startup(model, load_format, arguments.options)
     # Only now: the servers had the device to themselves.
     facts = report.environment(argv) | {"result": dataclasses.asdict(result)}
-    _write(arguments.json, facts)
+    write_facts(arguments.json, facts)
     show(report.startup_table(result))
     return facts, 0
 
@@ -110,11 +109,6 @@ def _model(arguments: argparse.Namespace) -> Iterator[ModelOptions]:
             tensor_parallel_size=arguments.tensor_parallel_size,
             speculative_model=arguments.speculative_model,
         )
-
-
-def _write(file: Path | None, facts: dict[str, Any]) -> None:
-    if file is not None:
-        file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def _add_latency(commands: Any) -> None:

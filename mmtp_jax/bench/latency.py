@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from mmtp_jax.bench.roofline import Floor, step_floor
 from mmtp_jax.config import require
 from mmtp_jax.describe import count_parameters
 from mmtp_jax.loader import LoadedModel
+from mmtp_jax.progress import say
 from mmtp_jax.sampling.sampler import sample
 from pallas_kernels.bench.timing import Rates
 
@@ -144,7 +144,7 @@ def latencies(
             "module_parameters": modules,
             "max_model_len": context,
         }
-        print(f"k={k}: {target:,} + {modules:,} parameters", file=sys.stderr, flush=True)
+        say(f"k={k}: {target:,} + {modules:,} parameters")
         for batch in options.batches:
             yield from _of_batch(loaded, batch, options, rates)
         del loaded

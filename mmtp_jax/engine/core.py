@@ -301,7 +301,8 @@ class EngineCore:
                 del self._live[request.request_id]
             if emitted:
                 self.stats.count(drafted, count - 1, count)
-                verified.append((row.slot, drafted, count - 1))
+                if self._lengths is not None:
+                    verified.append((row.slot, drafted, count - 1))
                 deltas.append(
                     TokenDelta(
                         request.request_id,

@@ -57,7 +57,7 @@ class Device:
             num_modules=model.num_modules,
             num_drafts=model.num_drafts,
             lag=lag,
-            num_rows=max(bucket.num_rows for bucket in sizes),
+            num_rows=sizes[-1].num_rows,
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
             num_pages=tuple(group.num_pages for group in groups),

@@ -34,12 +34,15 @@ class DraftLengths:
     def decide(self, scheduler: Scheduler) -> None:
         """Settle the lengths of the next step, and restart requests where that pays."""
         decoding = [request for request in scheduler.running if not request.prefilling]
+        slots = [request.slot for request in decoding]
         most = [self._most(request) for request in decoding]
+        restartable = scheduler.cache.usage <= MOST_USAGE
         rows = [
-            0 if count == self._num_drafts else _restart_rows(request, scheduler.cache)
+            _restart_rows(request, scheduler.cache)
+            if restartable and count < self._num_drafts
+            else -1
             for request, count in zip(decoding, most, strict=True)
         ]
-        slots = [request.slot for request in decoding]
         self._controller.decide(*(np.array(each, np.int64) for each in (slots, most, rows)))
         restarts = self._controller.restarts()
         if restarts:
@@ -73,8 +76,6 @@ class DraftLengths:
 
 
 def _restart_rows(request: Request, cache: CacheManager) -> int:
-    """Rows that a restart prefills; -1 if the request might not get its pages again."""
-    if cache.usage > MOST_USAGE:
-        return -1
+    """Rows that a restart prefills."""
     cached = request.exact if request.reuses_prefix and cache.enable_prefix_caching else 0
     return request.max_computed - cached

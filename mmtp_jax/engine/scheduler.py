@@ -173,8 +173,10 @@ class Scheduler:
             reserves_ahead=interval > 0 and self._steps % interval == 0,
         )
         # Decodes come first, both kinds in order of arrival. A preemption changes `running`.
-        decoding = [request for request in self.running if not request.prefilling]
-        prefilling = [request for request in self.running if request.prefilling]
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        for request in self.running:
+            (prefilling if request.prefilling else decoding).append(request)
         for request in decoding:
             if request.status is RequestStatus.RUNNING:
                 self._schedule_running(request, plan)

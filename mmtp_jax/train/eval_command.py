@@ -11,9 +11,9 @@ from typing import Any
 
 from mmtp_jax.arguments import add_engine_options, engine_config_of, option, require_writable
 from mmtp_jax.config import ConfigError
+from mmtp_jax.progress import say
 from mmtp_jax.prompt_files import JSON_LINES, TEXT_LINES, read_prompts
 from mmtp_jax.train.options import EvaluateOptions
-from mmtp_jax.train.say import say
 
 
 def add_eval(commands: Any) -> None:
@@ -50,7 +50,7 @@ def run_eval(args: argparse.Namespace) -> None:
     from mmtp_jax.train.evaluate import evaluate
     from mmtp_jax.train.report import evaluation_table
     from mmtp_jax.weights.resolve import cache_directory
-    from pallas_kernels.bench.output import environment, show
+    from pallas_kernels.bench.output import environment, show, write_facts
 
     enable_compilation_cache(cache_directory() / "xla")
     loaded = load_model(config, chat_template=args.chat_template)
@@ -67,7 +67,6 @@ def run_eval(args: argparse.Namespace) -> None:
             f"{result.prompts} T={result.temperature:g}: {result.tokens_per_step:.3f} tokens per"
             f" step, {result.expected_tokens_per_step[-1]:.3f} expected"
         )
-        if args.json is not None:  # after each, in case the command is cut short
-            args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_facts(args.json, facts)  # after each, in case the command is cut short
     show(evaluation_table(results))
     print(json.dumps(facts, indent=1))

@@ -9,8 +9,8 @@ from typing import Any
 
 from mmtp_jax.arguments import add_model_options, option
 from mmtp_jax.config import EngineConfig, SpeculativeConfig, require
+from mmtp_jax.progress import say
 from mmtp_jax.train.options import BatchOptions, FitOptions, NewModules, Objective
-from mmtp_jax.train.say import say
 
 
 def add_fit(commands: Any) -> None:

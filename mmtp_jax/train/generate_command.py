@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mmtp_jax.arguments import add_engine_options, engine_config_of, option
+from mmtp_jax.progress import say
 from mmtp_jax.prompt_files import JSON_LINES, TEXT_LINES, read_prompts
 from mmtp_jax.train.samples import GenerateOptions
-from mmtp_jax.train.say import say
 
 
 def add_generate(commands: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmtp_jax.arguments import add_model_options, option
 from mmtp_jax.config import EngineConfig, SpeculativeConfig
-from mmtp_jax.train.say import say
+from mmtp_jax.progress import say
 
 
 def add_pack(commands: Any) -> None:

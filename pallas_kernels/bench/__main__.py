@@ -13,7 +13,7 @@ import jax
 
 from pallas_kernels.bench import attention, choose_token, grouped_matmul, kv_write, report
 from pallas_kernels.bench.measure import Case, Failure, Result, measure
-from pallas_kernels.bench.output import show
+from pallas_kernels.bench.output import show, write_facts
 from pallas_kernels.bench.timing import measure_rates
 
 KERNELS: dict[str, Any] = {
@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(one)
             print(report.line(one), file=sys.stderr, flush=True)
             if arguments.json is not None:  # after each, in case the command is cut short
-                arguments.json.write_text(_text(report.facts(argv, rates, results)) + "\n")
+                write_facts(arguments.json, report.facts(argv, rates, results))
     show(report.table(results, rates))
     if arguments.tune:
         tuned = [case for case in cases["attention"] if isinstance(case, attention.AttentionCase)]
         print(*report.best_configs(tuned, results), sep="\n", file=sys.stderr)
-    print(_text(report.facts(argv, rates, results)))
+    print(json.dumps(report.facts(argv, rates, results), indent=1))
     return int(any(_is_wrong(one, arguments.tune) for one in results))
 
 
@@ -92,10 +92,6 @@ def _is_wrong(one: Result | Failure, tunes: bool) -> bool:
     if isinstance(one, Failure):
         return not tunes  # configurations are tried that may not fit
     return one.error > LARGEST_ERROR
-
-
-def _text(facts: dict[str, Any]) -> str:
-    return json.dumps(facts, indent=1)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,12 @@ def show(table: Table) -> None:
     if not console.is_terminal:
         console.width = 200
     console.print(table)
+
+
+def write_facts(file: Path | None, facts: dict[str, Any]) -> None:
+    """Write a report, if there is a file for it."""
+    if file is not None:
+        file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def run_of(program: str, argv: Sequence[str]) -> dict[str, Any]:

@@ -100,29 +100,30 @@ def test_none_where_modules_are_wrong() -> None:
     assert counts.count(0) > 0.8 * len(counts)
 
 
-def test_requests_are_restarted_to_get_their_modules_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lone request's modules fall behind while drafts cost too much, and come back afterwards."""
-    made = engine(RIGHT, dear)
-    name = made.add(counting(1, 5), SamplingParams(temperature=0.0, max_tokens=88))
-    while len(made.output[name]) < 20:
+def drafted_after_costs_fell(
+    made: Harness, prompt: list[int], tokens: int, after: int, patch: pytest.MonkeyPatch
+) -> list[int]:
+    """A lone request's modules fall behind while drafts cost too much, up to so many tokens; what
+    its later steps verify, its text checked."""
+    name = made.add(prompt, SamplingParams(temperature=0.0, max_tokens=tokens))
+    while len(made.output[name]) < after:
         made.step()
-    monkeypatch.setattr(StepCosts, "seconds", lambda self, program: cheap(program))
-    monkeypatch.setattr("mmtp_jax.adaptive.controller.RESTART_HORIZON", 8)
+    patch.setattr(StepCosts, "seconds", lambda self, program: cheap(program))
+    patch.setattr("mmtp_jax.adaptive.controller.RESTART_HORIZON", 8)
     made.deltas.clear()
     made.run()
-    assert made.output[name] == counting(6, 88)
-    assert [delta.drafted for delta in made.deltas].count(DEPTH) >= 4
+    assert made.output[name] == counting(prompt[0] + len(prompt), tokens)
+    return [delta.drafted for delta in made.deltas]
+
+
+def test_requests_are_restarted_to_get_their_modules_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(RIGHT, dear)
+    counts = drafted_after_costs_fell(made, counting(1, 5), 88, 20, monkeypatch)
+    assert counts.count(DEPTH) >= 4
 
 
 def test_no_request_is_restarted_where_pages_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = engine(RIGHT, dear)
-    name = made.add(counting(1, 20), SamplingParams(temperature=0.0, max_tokens=75))
-    while len(made.output[name]) < 30:
-        made.step()
-    monkeypatch.setattr(StepCosts, "seconds", lambda self, program: cheap(program))
-    monkeypatch.setattr("mmtp_jax.adaptive.controller.RESTART_HORIZON", 8)
     monkeypatch.setattr("mmtp_jax.engine.draft_lengths.MOST_USAGE", 0.0)
-    made.deltas.clear()
-    made.run()
-    assert made.output[name] == counting(21, 75)
-    assert [delta.drafted for delta in made.deltas] == [0] * len(made.deltas)
+    made = engine(RIGHT, dear)
+    counts = drafted_after_costs_fell(made, counting(1, 20), 75, 30, monkeypatch)
+    assert counts == [0] * len(counts)

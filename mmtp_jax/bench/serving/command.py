@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,9 @@ from mmtp_jax.bench.serving.processes import Run, processes
 from mmtp_jax.bench.serving.report import Result
 from mmtp_jax.bench.serving.target import Target
 from mmtp_jax.config import require
+from mmtp_jax.progress import say
 from mmtp_jax.prompt_files import JSON_LINES, TEXT_LINES
-from pallas_kernels.bench.output import show
+from pallas_kernels.bench.output import show, write_facts
 
 MOST_PROCESSES = 4
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -54,13 +53,12 @@ def run_serving(arguments: argparse.Namespace, argv: Sequence[str]) -> tuple[dic
             results.append(result)
             facts["results"] = [one.facts() for one in results]
             # After each: what was measured stays if the command is cut short.
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
-            _say(report.result_line(result))
+            write_facts(arguments.json, facts)
+            say(report.result_line(result))
     show(report.result_table(label, results))
     for result in results:
         for remark in report.remarks(result):
-            _say(remark)
+            say(remark)
     if arguments.plot is not None:
         draw([*lines, Line.of(facts)], arguments.plot)
     if len(results) < len(_loads(options)) or results[-1].interrupted:
@@ -141,10 +139,6 @@ def _plain(options: ServingOptions) -> dict[str, Any]:
     """The options as JSON can say them."""
     dataset = None if options.dataset is None else str(options.dataset)
     return dataclasses.asdict(options) | {"dataset": dataset, "endpoint": options.asked_endpoint}
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def add_serving(commands: Any) -> None:
