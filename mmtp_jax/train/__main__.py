@@ -1,8 +1,8 @@
 """The command `python -m mmtp_jax.train`: from prompts to modules that draft for a frozen target.
 
-`generate` draws training data, `fit` trains, `eval` measures, `pack` makes the modules small. What
-they say goes to stderr. jax is imported once the arguments are known to be well formed, so `--help`
-and wrong flags answer at once.
+`prompts` lets the target write prompts, `generate` draws training data, `fit` trains, `eval`
+measures, `pack` makes the modules small. What they say goes to stderr. jax is imported once the
+arguments are known to be well formed, so `--help` and wrong flags answer at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ from mmtp_jax.train.eval_command import add_eval, run_eval
 from mmtp_jax.train.fit_command import add_fit, run_fit
 from mmtp_jax.train.generate_command import add_generate, run_generate
 from mmtp_jax.train.pack_command import add_pack, run_pack
+from mmtp_jax.train.prompts_command import add_prompts, run_prompts
 from mmtp_jax.weights.errors import ModelError
 
 PROG = "python -m mmtp_jax.train"
 INTERRUPTED = 130
-COMMANDS = {"generate": run_generate, "fit": run_fit, "eval": run_eval, "pack": run_pack}
+COMMANDS = {
+    "prompts": run_prompts,
+    "generate": run_generate,
+    "fit": run_fit,
+    "eval": run_eval,
+    "pack": run_pack,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(PROG, "Train MTP modules for a frozen target.")
     commands = parser.add_subparsers(prog=PROG, dest="command", required=True, metavar="COMMAND")
-    for add in (add_generate, add_fit, add_eval, add_pack):
+    for add in (add_prompts, add_generate, add_fit, add_eval, add_pack):
         add(commands)
     return parser
 

@@ -56,8 +56,24 @@ def generate(
     drawn again: a run that was interrupted goes on where it was. A sample depends on its prompt,
     the options and the model alone (as far as logits do not depend on the batch: README).
 
+    Raises what `draw` raises, `ModelError` for a model without a tokenizer, and
+    `ChatTemplateError`.
+    """
+    return draw(loaded, _encode(loaded, conversations), folder, options, progress=progress)
+
+
+def draw(
+    loaded: LoadedModel,
+    encoded: Sequence[Prompt],
+    folder: Path | str,
+    options: GenerateOptions,
+    *,
+    progress: bool = False,
+) -> Generated:
+    """`generate` for prompts of token ids.
+
     Raises `ConfigError` if `folder` holds data of other settings, or the prompts and `max_tokens`
-    do not fit the model; `ModelError` for a model without a tokenizer, and `ChatTemplateError`.
+    do not fit the model.
     """
     context = options.max_prompt_len + options.max_tokens
     require(
@@ -65,7 +81,6 @@ def generate(
         f"max_prompt_len + max_tokens must be <= max_model_len={loaded.max_model_len},"
         f" got {options.max_prompt_len} + {options.max_tokens}",
     )
-    encoded = _encode(loaded, conversations)
     prompts = [prompt for prompt in encoded if len(prompt) <= options.max_prompt_len]
     require(
         bool(prompts),

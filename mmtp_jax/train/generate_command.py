@@ -11,6 +11,17 @@ from mmtp_jax.progress import say
 from mmtp_jax.prompt_files import JSON_LINES, TEXT_LINES, read_prompts
 from mmtp_jax.train.samples import GenerateOptions
 
+# A batch that is always full.
+ENGINE_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+
+
+def plain_unless_asked(args: argparse.Namespace) -> None:
+    """No speculation unless an option asks for it: a full batch gains nothing from fewer steps of
+    more rows each."""
+    asked_for = (args.speculative_config, args.num_speculative_tokens, args.speculative_model)
+    if asked_for == (None, None, None):
+        args.speculative_config = {"method": None}
+
 
 def add_generate(commands: Any) -> None:
     default = GenerateOptions()
@@ -38,7 +49,7 @@ def add_generate(commands: Any) -> None:
     ):
         option(group, flag, type=int, default=value, help=help)
     add_engine_options(one)
-    one.set_defaults(max_num_seqs=256, max_num_batched_tokens=2048)
+    one.set_defaults(**ENGINE_DEFAULTS)
 
 
 def run_generate(args: argparse.Namespace) -> None:
@@ -50,10 +61,7 @@ def run_generate(args: argparse.Namespace) -> None:
         shard_size=args.shard_size,
         seed=args.seed,
     )
-    asked_for = (args.speculative_config, args.num_speculative_tokens, args.speculative_model)
-    if asked_for == (None, None, None):
-        # A full batch gains nothing from fewer steps of more rows each.
-        args.speculative_config = {"method": None}
+    plain_unless_asked(args)
     config = engine_config_of(args)
     prompts = [prompt for file in args.prompts for prompt in read_prompts(file, args.limit)]
 
