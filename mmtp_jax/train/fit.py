@@ -1,7 +1,7 @@
 """Training: the loop over batches, from new or given modules to trained ones.
 
-AdamW with a linear warm-up and a cosine decay; the recipe follows FastMTP (arXiv 2509.18362): the
-target's own answers, a frozen target, weights that fall with depth.
+The recipe follows FastMTP (arXiv 2509.18362): the target's own answers, a frozen target, weights
+that fall with depth.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmtp_jax.checks import require
@@ -28,6 +27,7 @@ from mmtp_jax.train.batches import Batches, Shape
 from mmtp_jax.train.drafts import Drafts
 from mmtp_jax.train.held_out import Split, progress
 from mmtp_jax.train.loss import Sums
+from mmtp_jax.train.optimizer import optimizer_for
 from mmtp_jax.train.options import BatchOptions, FitOptions, Objective
 from mmtp_jax.train.saves import Saves
 from mmtp_jax.train.shards import Dataset
@@ -69,7 +69,7 @@ def fit(
         "data": zlib.crc32(data.lengths.tobytes() + data.prompt_lengths.tobytes()),
     }
     saves = Saves(folder, settings)
-    optimizer = _optimizer(options, total)
+    optimizer = optimizer_for(graph, options, total)
     everywhere = NamedSharding(mesh, PartitionSpec())
     frozen, masters = jax.device_put(divide(graph, params), everywhere)
     state = TrainState(jnp.int32(0), masters, optimizer.init(masters))
@@ -133,26 +133,6 @@ def check_data(config: ModelConfig, data: Dataset) -> None:
     require(
         longest <= config.max_position,
         f"samples must have at most the model's {config.max_position} tokens, got {longest}",
-    )
-
-
-def _optimizer(options: FitOptions, total: int) -> optax.GradientTransformation:
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=options.learning_rate,
-        warmup_steps=min(options.warmup, total - 1),
-        decay_steps=total,
-        end_value=options.final_rate * options.learning_rate,
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(options.clip),
-        optax.adamw(
-            schedule,
-            b1=0.9,
-            b2=0.95,
-            weight_decay=options.weight_decay,
-            mask=lambda masters: jax.tree.map(lambda master: master.ndim > 2, masters),
-        ),
     )
 
 

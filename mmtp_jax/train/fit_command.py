@@ -39,8 +39,8 @@ def add_fit(commands: Any) -> None:
         "what new modules begin as: copies of the target's last layer behind a projection fitted to"
         " the data or a random one, or all random"
     )
-    choices = ("fitted", "last_layer", "random")
-    option(group, "--initial", choices=choices, default=new.initial, help=help)
+    initials = ("fitted", "last_layer", "random")
+    option(group, "--initial", choices=initials, default=new.initial, help=help)
 
     group = one.add_argument_group("objective")
     _add_numbers(
@@ -55,11 +55,14 @@ def add_fit(commands: Any) -> None:
     )
     group = one.add_argument_group("optimisation")
     option(group, "--steps", type=int, help="stop after so many steps (default: by --epochs)")
+    optimizers = ("adamw", "muon")
+    help = "of matrices; all else is AdamW's"
+    option(group, "--optimizer", choices=optimizers, default=FitOptions.optimizer, help=help)
     _add_numbers(
         group,
         FitOptions,
         epochs="times that the data are seen",
-        learning_rate="of AdamW, after the warm-up",
+        learning_rate="after the warm-up",
         final_rate="at the end, relative to --learning-rate",
         warmup="steps up to the full learning rate",
         weight_decay="of matrices",

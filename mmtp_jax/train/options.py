@@ -97,6 +97,7 @@ class FitOptions:
 
     epochs: int = 1
     steps: int | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
     final_rate: float = 0.02
     warmup: int = 100
@@ -114,6 +115,10 @@ class FitOptions:
         for name in ("warmup", "held_out"):
             require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
         require(self.steps is None or self.steps >= 1, f"steps must be >= 1, got {self.steps}")
+        require(
+            self.optimizer in ("adamw", "muon"),
+            f"optimizer must be 'adamw' or 'muon', got {self.optimizer!r}",
+        )
         require(self.learning_rate > 0, f"learning_rate must be > 0, got {self.learning_rate}")
         require(
             0 <= self.final_rate <= 1,

@@ -18,6 +18,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float32, Int32
 
+from mmtp_jax.models.leaves import Leaf
 from mmtp_jax.models.model import Model, ModelGraph, Params
 from mmtp_jax.train.chain import module_states, target_states
 from mmtp_jax.train.loss import Anchors, Sums, distil
@@ -65,6 +66,11 @@ def unite(graph: ModelGraph, frozen: Params, masters: Masters) -> Params:
         next(modules).astype(leaf.dtype(dtype)) if own else next(rest)
         for leaf, own in zip(leaves, trained, strict=True)
     )
+
+
+def trained_leaves(graph: ModelGraph) -> list[Leaf]:
+    """Those of the masters, in their order."""
+    return [leaf for leaf, own in zip(graph.leaves(), _trained(graph), strict=True) if own]
 
 
 def _trained(graph: ModelGraph) -> list[bool]:

@@ -79,14 +79,25 @@ def log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module", params=["adamw", "muon"])
+def optimizer(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def options(optimizer: str) -> FitOptions:
+    return dataclasses.replace(OPTIONS, optimizer=optimizer)
+
+
+@pytest.fixture(scope="module")
+def trained(options: FitOptions, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run(folder)
+    run(folder, options)
     return folder
 
 
-def test_modules_learn(trained: Path) -> None:
+def test_modules_learn(trained: Path, optimizer: str) -> None:
     entries = log(trained)
     assert [entry["step"] for entry in entries] == list(range(2, entries[-1]["step"] + 1, 2))
     for module in range(MODULES):
@@ -96,11 +107,12 @@ def test_modules_learn(trained: Path) -> None:
     modules = open_modules(trained / "modules")
     assert modules.num_speculative_tokens == MODULES
     assert modules.facts["model"] == "tiny"
+    assert modules.facts["optimizer"] == optimizer
     assert modules.facts["steps"] == entries[-1]["step"]
 
 
 def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(
-    trained: Path, tmp_path: Path
+    trained: Path, options: FitOptions, tmp_path: Path
 ) -> None:
     class Interrupted(Exception):
         pass
@@ -110,24 +122,24 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        run(tmp_path, say=say)
+        run(tmp_path, options, say=say)
     assert not (tmp_path / "modules").exists()
-    said = run(tmp_path)
+    said = run(tmp_path, options)
     assert "from step 4" in said[0]
     assert log(tmp_path) == log(trained)
     ours, theirs = open_modules(tmp_path / "modules"), open_modules(trained / "modules")
     for name in ours.names():
         np.testing.assert_array_equal(ours.read(name), theirs.read(name))
     # Once more there is nothing left to do.
-    assert len(run(tmp_path)) == 1
+    assert len(run(tmp_path, options)) == 1
 
 
-def test_another_training_is_refused(trained: Path) -> None:
-    other = dataclasses.replace(OPTIONS, learning_rate=1e-4)
+def test_another_training_is_refused(trained: Path, options: FitOptions) -> None:
+    other = dataclasses.replace(options, learning_rate=1e-4)
     with pytest.raises(ConfigError, match=r"other settings: learning_rate is 0\.01 there"):
         run(trained, other)
     with pytest.raises(ConfigError, match="other settings: data"):
-        run(trained, data=dataset(58), options=dataclasses.replace(OPTIONS, steps=10))
+        run(trained, data=dataset(58), options=dataclasses.replace(options, steps=10))
 
 
 def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
@@ -157,6 +169,7 @@ def test_refused_data(data: Dataset, message: str) -> None:
     [
         ({"epochs": 0}, "epochs must be >= 1"),
         ({"steps": 0}, "steps must be >= 1"),
+        ({"optimizer": "sgd"}, "optimizer must be .adamw. or .muon., got .sgd."),
         ({"learning_rate": 0.0}, "learning_rate must be > 0"),
         ({"final_rate": 2.0}, r"final_rate must be in \[0, 1\]"),
         ({"clip": 0.0}, "clip must be > 0"),
