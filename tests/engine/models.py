@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
+from mmtp_jax.models.model import ModelGraph
 from mmtp_jax.specs import (
     AttentionSpec,
     DenseSpec,
@@ -21,6 +26,19 @@ ROPE = RopeConfig(8, theta=100.0)
 GLOBAL = LayerSpec(AttentionSpec(4, 2, 8, ROPE), DenseSpec(24))
 SLIDING = LayerSpec(AttentionSpec(2, 1, 8, ROPE, window=5), DenseSpec(24))
 SLIDING_CONV = replace(SLIDING, conv_taps=4)
+
+
+def random_values(graph: ModelGraph) -> Callable[[str], np.ndarray]:
+    """Random float32 values by flat name, distributed like those of `load_format="dummy"`, for
+    which a program is compiled for every size."""
+    leaves = {piece.name: (leaf, piece.shape) for leaf in graph.leaves() for piece in leaf.pieces}
+
+    def value(name: str) -> np.ndarray:
+        leaf, shape = leaves[name]
+        noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+        return (leaf.mean + leaf.std * noise).astype(np.float32)
+
+    return value
 
 
 def model(

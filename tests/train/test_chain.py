@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine.families import deepseek, glm, inkling, inkling_shared_norm, mimo_v2, step
-from engine.models import VOCAB, chain, chain_pre, hybrid, target_fed
+from engine.models import VOCAB, chain, chain_pre, hybrid, random_values, target_fed
 from flax import nnx
 from oracle import Oracle
 
-from mmtp_jax.models.model import assemble, model_graph, random_value
+from mmtp_jax.models.model import assemble, model_graph
 from mmtp_jax.models.mtp import runs
 from mmtp_jax.specs import ModelConfig
 from mmtp_jax.speculative.module import module_logits
@@ -50,7 +50,7 @@ def test_states_are_those_of_the_oracle(build: Callable[[], ModelConfig]) -> Non
     config = build()
     assert config.mtp is not None
     graph = model_graph(config)
-    values = random_value(graph, 0, np.dtype(np.float32))
+    values = random_values(graph)
     params = assemble(graph, values)
     texts = np.stack([text(seed, PAGE) for seed in range(2)])
 

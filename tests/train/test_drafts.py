@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine.models import VOCAB, chain
+from engine.models import VOCAB, chain, random_values
 
-from mmtp_jax.models.model import assemble, model_graph, random_value
+from mmtp_jax.models.model import assemble, model_graph
 from mmtp_jax.sampling.state import NEUTRAL_ROW
 from mmtp_jax.train import drafts
 from mmtp_jax.train.drafts import Drafts
@@ -19,7 +19,7 @@ def test_texts_together_are_drafted_as_alone(monkeypatch: pytest.MonkeyPatch) ->
     # Four texts of up to 64 tokens, or one text longer than a batch.
     monkeypatch.setattr(drafts, "_BATCH_TOKENS", 256)
     graph = model_graph(chain(2))
-    params = assemble(graph, random_value(graph, 0, np.dtype(np.float32)))
+    params = assemble(graph, random_values(graph))
     data = Dataset(
         all_tokens=np.random.default_rng(0).integers(0, VOCAB, LENGTHS.sum()).astype(np.uint16),
         lengths=LENGTHS,

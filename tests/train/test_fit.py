@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.models import VOCAB, chain
+from engine.models import VOCAB, chain, random_values
 
 from mmtp_jax.checks import ConfigError
-from mmtp_jax.models.model import ModelGraph, Params, assemble, model_graph, random_value
+from mmtp_jax.models.model import ModelGraph, Params, assemble, model_graph
 from mmtp_jax.modules.checkpoint import open_modules
 from mmtp_jax.train.fit import check_data, fit
 from mmtp_jax.train.held_out import split
@@ -34,7 +34,7 @@ BATCHES = BatchOptions(batch_tokens=512)
 def built() -> tuple[ModelGraph, Params]:
     config = chain(MODULES)
     target = model_graph(dataclasses.replace(config, mtp=None))
-    params = assemble(target, random_value(target, 0, np.dtype(np.float32)))
+    params = assemble(target, random_values(target))
     new, data = NewModules(MODULES), dataset()
     graph, params = with_new_modules(target, params, new, data, range(20), BATCHES)
     assert graph.config == config

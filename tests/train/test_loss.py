@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.models import VOCAB, chain
+from engine.models import VOCAB, chain, random_values
 
 from mmtp_jax.checks import ConfigError
-from mmtp_jax.models.model import ModelGraph, Params, assemble, model_graph, random_value
+from mmtp_jax.models.model import ModelGraph, Params, assemble, model_graph
 from mmtp_jax.train import loss
 from mmtp_jax.train.chain import module_states, target_states
 from mmtp_jax.train.options import PAGE, Objective
@@ -20,7 +20,7 @@ MODULES = 2
 
 def built() -> tuple[ModelGraph, Params]:
     graph = model_graph(chain(MODULES))
-    return graph, assemble(graph, random_value(graph, 0, np.dtype(np.float32)))
+    return graph, assemble(graph, random_values(graph))
 
 
 def batch(seed: int = 0) -> Batch:
