@@ -109,21 +109,55 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
+# Files that share the servers of a session, or engines that live as long as their process.
+TOGETHER = (
+    (
+        "server/test_bench_serving.py",
+        "server/test_chat_completions.py",
+        "server/test_completions.py",
+        "server/test_management.py",
+        "server/test_tools.py",
+    ),
+    ("test_llm.py", "test_outputs.py", "test_prompt_logprobs.py"),
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """`--dist=loadfile`, with the files of each of these groups as if they were one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    groups = {f"tests/{name}": files[0] for files in TOGETHER for name in files}
+
+    class LoadFiles(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return groups.get(file, file)
+
+    return LoadFiles(config, log)
+
+
 # A worker that began one of these last would keep the others waiting for a minute or two.
 LONGEST = (
-    "parity/test_parity.py",
-    "e2e/test_smollm2.py",
-    "engine/test_exactness.py",
     "engine/test_families.py",
     "server/test_lifecycle.py",
-    "bench/test_command.py",
-    "server/test_stress.py",
-    "train/test_commands.py",
+    "test_llm.py",
+    "engine/test_exactness.py",
+    "parity/test_parity.py",
     "train/test_fit.py",
     "notebooks/test_notebooks.py",
-    "train/test_chain.py",
-    "modules/test_loading.py",
-    "test_llm.py",
+    "server/test_completions.py",
+    "engine/test_draft_lengths.py",
+    "kernels/test_attention_pairs.py",
+    "bench/test_command.py",
+    "train/test_commands.py",
+    "server/test_stress.py",
+    "test_chat.py",
+    "train/test_loss.py",
+    "e2e/test_smollm2.py",
+    "engine/test_grammar.py",
     "test_structured.py",
 )
 
