@@ -77,6 +77,8 @@ def save_modules(
         with _orbax() as checkpointer:
             args = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_SIZE)
             checkpointer.save(partial.resolve() / _PARAMETERS, args=args)
+        # Says where it was written; nothing reads it on a file system that can rename folders.
+        (partial / _PARAMETERS / "commit_success.txt").unlink(missing_ok=True)
         files = sorted(path for path in partial.rglob("*") if path.is_file())
         sums = {path.relative_to(partial).as_posix(): _crc32(path) for path in files}
         text = json.dumps(description | {"crc32": sums}, indent=1)

@@ -1,5 +1,9 @@
-"""How the values of modules are stored: matrices as bfloat16, or as int8 with a float32 scale per
-output channel.
+"""How the values of modules are stored: matrices as bfloat16, or as int8 with a bfloat16 scale
+for every `BLOCK` inputs of an output channel.
+
+A few weights of a channel can be 80 times as large as the rest, those into channels where the
+target's residual stream is huge. One scale for such a channel rounds the rest off: of the modules
+of SmolLM2-135M the error of one matrix was 3.8 %, with blocks it is 1.1 %.
 
 Vectors (norms, biases) and what the model keeps in float32 are stored as they are: they are few.
 """
@@ -15,7 +19,9 @@ import numpy as np
 Storage = Literal["bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("bfloat16", "int8")
 
-_SCALE = ".channel_scale"
+BLOCK = 64
+
+_SCALE = ".block_scale"
 _LARGEST = 127
 
 
@@ -24,8 +30,8 @@ def stored(
 ) -> dict[str, np.ndarray]:
     """The arrays that hold the parameter: one under its name, and for int8 its scales beside.
 
-    Matrices are [..., in, out], and a channel is an entry of the last axis. `exact`: the parameter
-    stays float32.
+    Matrices are [..., in, out], scales [..., blocks, out]; the last block may be smaller. `exact`:
+    the parameter stays float32.
     """
     if exact or value.ndim < 2:
         keeps = value.dtype == ml_dtypes.bfloat16 and not exact
@@ -33,9 +39,11 @@ def stored(
     if storage == "bfloat16":
         return {name: value.astype(ml_dtypes.bfloat16)}
     wide = value.astype(np.float32)
-    largest = np.abs(wide).max(axis=-2, keepdims=True)
-    scale = np.where(largest > 0, largest / _LARGEST, 1).astype(np.float32)
-    return {name: np.rint(wide / scale).astype(np.int8), name + _SCALE: scale}
+    largest = np.maximum.reduceat(np.abs(wide), range(0, wide.shape[-2], BLOCK), axis=-2)
+    # Rounded up, so that the largest still fits.
+    scale = np.where(largest > 0, largest / _LARGEST * (1 + 2**-8), 1).astype(ml_dtypes.bfloat16)
+    whole = np.rint(wide / _of_rows(scale, wide.shape[-2]))
+    return {name: whole.astype(np.int8), name + _SCALE: scale}
 
 
 def restored(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -43,8 +51,14 @@ def restored(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     value = arrays[name]
     if value.dtype != np.int8:
         return value
-    wide: np.ndarray = value.astype(np.float32) * arrays[name + _SCALE]
+    wide: np.ndarray = value.astype(np.float32)
+    wide *= _of_rows(arrays[name + _SCALE], value.shape[-2])
     return wide
+
+
+def _of_rows(scale: np.ndarray, count: int) -> np.ndarray:
+    """The scales of blocks, for each of `count` rows."""
+    return np.repeat(scale.astype(np.float32), BLOCK, axis=-2)[..., :count, :]
 
 
 def stored_shapes(
@@ -53,4 +67,5 @@ def stored_shapes(
     """The shapes of the arrays of `stored`."""
     if exact or len(shape) < 2 or storage == "bfloat16":
         return {name: shape}
-    return {name: shape, name + _SCALE: (*shape[:-2], 1, shape[-1])}
+    blocks = -(-shape[-2] // BLOCK)
+    return {name: shape, name + _SCALE: (*shape[:-2], blocks, shape[-1])}

@@ -47,12 +47,12 @@ class Objective:
     are accepted: nobody sees what follows a refused draft.
     """
 
-    distill: float = 1.0
+    distill: float = 0.5
     cross_entropy: float = 0.0
-    decay: float = 0.8
+    decay: float = 1.0
     top_k: int = 0
-    overlap: float = 0.0
-    reach: float = 0.0
+    overlap: float = 1.0
+    reach: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -90,17 +90,18 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How long and how fast. `steps` None: as many as `epochs` have.
+    """How long and how fast. `steps` None: as many as `epochs` have. AdamW takes about half the
+    `learning_rate` of Muon.
 
     `held_out` greedy samples are not trained on but drafted every `eval_every` steps.
     """
 
     epochs: int = 1
     steps: int | None = None
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 1e-3
+    optimizer: Literal["adamw", "muon"] = "muon"
+    learning_rate: float = 4e-3
     final_rate: float = 0.02
-    warmup: int = 100
+    warmup: int = 200
     weight_decay: float = 0.01
     clip: float = 1.0
     held_out: int = 256

@@ -85,7 +85,7 @@ def test_int8_and_facts(loaded: LoadedModel, tmp_path: Path) -> None:
     assert modules.names() == of_modules(loaded.graph.shapes())
     for name, value in of_modules(parameters(loaded)).items():
         step = np.abs(value).max(axis=-2, keepdims=True) / 127 if value.ndim > 1 else 0.0
-        assert (np.abs(modules.read(name) - value) <= 0.501 * step).all(), name
+        assert (np.abs(modules.read(name) - value) <= 0.504 * step).all(), name
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -224,7 +224,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
             lambda d: d["mtp"]["modules"][0].update(count=4),
             r"holds mtp\.3\.fuse\.kernel of shape \(absent\), but .* calls for \(64, 32\)",
         ),
-        (lambda d: d.update(storage="int8"), "channel_scale of shape .absent."),
+        (lambda d: d.update(storage="int8"), "block_scale of shape .absent."),
     ],
 )
 def test_descriptions_that_do_not_fit(

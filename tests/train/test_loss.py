@@ -133,7 +133,7 @@ def test_uniting_gives_back_what_was_divided() -> None:
     ("options", "message"),
     [
         ({"distill": -1.0}, "distill must be >= 0"),
-        ({"distill": 0.0}, "must not all be 0"),
+        ({"distill": 0.0, "overlap": 0.0}, "must not all be 0"),
         ({"overlap": -1.0}, "overlap must be >= 0"),
         ({"reach": 1.5}, r"reach must be in \[0, 1\]"),
         ({"decay": 0.0}, r"decay must be in \(0, 1\]"),
