@@ -31,6 +31,7 @@ _SAME = (
     "load_format",
     "hf_overrides",
     "tensor_parallel_size",
+    "enforce_eager",
     "page_size",
     "num_pages",
     "cache_bytes",
@@ -108,6 +109,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         option(group, f"--{name.replace('_', '-')}", type=int, help=help)
     help = "pad rows to a multiple; 64: float32 logits on a CPU do not depend on the batch"
     option(group, "--row-multiple", type=int, default=engine.row_multiple, help=help)
+    help = "launch kernels one by one, not as a CUDA graph: slower, but traces name their part"
+    option(group, "--enforce-eager", action="store_true", help=help)
 
     group = parser.add_argument_group("cache")
     option(group, "--page-size", type=int, default=cache.page_size, help="positions of a page")

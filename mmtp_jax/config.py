@@ -153,7 +153,8 @@ class EngineConfig:
     `row_multiple` pads ragged rows of every program to a multiple: 64 makes float32 logits on a CPU
     bit-identical whatever the batch (slower for single requests). `hf_overrides` replaces keys of
     the checkpoint's config.json (nested objects key by key). `tensor_parallel_size` devices share
-    heads, experts and vocabulary.
+    heads, experts and vocabulary. `enforce_eager` (vLLM's name) launches the kernels of a step one
+    by one, not as a CUDA graph: slower, but a trace then says which part of the step each is of.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -166,6 +167,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     tensor_parallel_size: int = 1
+    enforce_eager: bool = False
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 

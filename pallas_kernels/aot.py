@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -163,10 +163,13 @@ def on_h200() -> Iterator[None]:
 
 
 def compile_for_h200(
-    function: Callable[..., Any], *arguments: Any, donate: int | tuple[int, ...] = ()
+    function: Callable[..., Any],
+    *arguments: Any,
+    donate: int | tuple[int, ...] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Compile `function` for arguments of these shapes and dtypes (arrays or what describes them);
-    those numbered in `donate` may be overwritten.
+    those numbered in `donate` may be overwritten. `options` are further ones of the compiler.
 
     Raises:
         PackageNotFoundError: something of the extra `aot` is not installed (see `missing`).
@@ -181,12 +184,12 @@ def compile_for_h200(
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         with tempfile.TemporaryDirectory(prefix="aot-") as folder:
-            return _compile(lowered, Path(folder))
+            return _compile(lowered, Path(folder), options or {})
     finally:
         jax.config.update("jax_enable_compilation_cache", cached)
 
 
-def _compile(lowered: jax.stages.Lowered, folder: Path) -> Report:
+def _compile(lowered: jax.stages.Lowered, folder: Path, options: Mapping[str, Any]) -> Report:
     cuda, logs, dump = folder / "cuda", folder / "logs", folder / "dump"
     for directory in (cuda / "bin", logs):
         directory.mkdir(parents=True)
@@ -202,6 +205,7 @@ def _compile(lowered: jax.stages.Lowered, folder: Path) -> Report:
             # A product is one kernel: whether parts of it and a second kernel that adds them up
             # are faster is a matter of measuring.
             "xla_gpu_experimental_force_split_k": 1,
+            **options,
         }
     )
     # Where no graph was made there is only the list from before.

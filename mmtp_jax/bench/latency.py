@@ -156,8 +156,14 @@ def _of_batch(
     gc.collect()  # the last engine's cache, which the next one needs the memory of
     model = loaded.graph.config
     prompts = random_prompts(batch, options.prompt_len, model.vocab_size)
+    mode: Mode = "on" if model.num_drafts else "off"
+    if options.profile is not None:
+        _trace_named(
+            loaded, prompts, options.profile / f"{mode}-k{model.num_drafts}-b{batch}-named"
+        )
+        gc.collect()
     running = FixedBatch(loaded, prompts, sample, options.prefill_chunk)
-    yield _measure(running, "on" if model.num_drafts else "off", options, rates)
+    yield _measure(running, mode, options, rates)
     if model.num_drafts == 0 or not options.acceptance:
         return
     texts = running.run_to_the_end()
@@ -175,6 +181,17 @@ def _of_batch(
                 text == known[: len(text)] for text, known in zip(running.texts, texts, strict=True)
             ),
         )
+
+
+def _trace_named(loaded: LoadedModel, prompts: list[list[int]], directory: Path) -> None:
+    """Trace steps whose kernels are launched one by one: those of a CUDA graph carry no scopes."""
+    config = dataclasses.replace(loaded.config, enforce_eager=True)
+    batch = FixedBatch(dataclasses.replace(loaded, config=config), prompts)
+    batch.start()
+    batch.steps(WARM_UP_STEPS)
+    with trace(directory):
+        batch.steps(PROFILED_STEPS)
+    batch.finish()
 
 
 def _measure(batch: FixedBatch, mode: Mode, options: LatencyOptions, rates: Rates) -> Latency:

@@ -13,7 +13,7 @@ from mmtp_jax.config import ConfigError
 
 @contextmanager
 def trace(directory: Path) -> Iterator[None]:
-    """Trace what runs inside. The step's named scopes are target, verify, mtp_* and draft."""
+    """Trace what runs inside. The step's named scopes are target, verify, sample, mtp_*, draft."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -76,6 +76,7 @@ class Device:
             sizes,
             width=model.num_drafts + 1,
             unroll=unrolls_modules(),
+            eager=config.enforce_eager,
             choose_draft=choose_draft,
             progress=progress,
         )

@@ -32,6 +32,8 @@ Progress = Callable[[int, int, str], None]
 CACHED_PROGRAMS_BYTES = 2 << 30
 # Requests whose masks travel together.
 MASKS_PER_UPLOAD = 8
+# What keeps XLA from recording kernels in CUDA graphs.
+ONE_BY_ONE = {"xla_gpu_enable_command_buffer": ""}
 
 
 def enable_compilation_cache(directory: Path) -> None:
@@ -98,6 +100,7 @@ class Programs:
         *,
         width: int,
         unroll: bool,
+        eager: bool = False,
         choose_draft: Chooser = sample,
         progress: Progress | None = None,
     ) -> None:
@@ -105,6 +108,7 @@ class Programs:
         self._params = params
         self._width = width
         self._unroll = unroll
+        self._compiler_options = ONE_BY_ONE if eager else None
         self._choose_draft = choose_draft
         self._num_slots = state.num_slots
         self.abstract_state = jax.tree.map(
@@ -185,12 +189,12 @@ class Programs:
     def _compile(self, function: Callable[..., EngineState], *arguments: Any) -> Any:
         program = jax.jit(function, donate_argnums=0, out_shardings=self._state_sharding)
         with self._on_mesh():
-            return program.lower(self.abstract_state, *arguments).compile()
+            return self._compiled(program.lower(self.abstract_state, *arguments))
 
     def _compile_logprobs(self) -> Any:
         program = jax.jit(functools.partial(row_logprobs, self._graph))
         with self._on_mesh():
-            return program.lower(self._params, self.abstract_state, np.int32(0)).compile()
+            return self._compiled(program.lower(self._params, self.abstract_state, np.int32(0)))
 
     def _compile_step(self, bucket: Bucket, collect: bool = False) -> Any:
         shape = StepShape(
@@ -208,7 +212,10 @@ class Programs:
         )
         plan = self.upload(StepPlan.pack(bucket, self._num_slots))
         with self._on_mesh():
-            return program.lower(self._params, self.abstract_state, plan).compile()
+            return self._compiled(program.lower(self._params, self.abstract_state, plan))
+
+    def _compiled(self, lowered: jax.stages.Lowered) -> Any:
+        return lowered.compile(compiler_options=self._compiler_options)
 
     def _on_mesh(self) -> AbstractContextManager[object]:
         mesh = self._graph.mesh

@@ -8,6 +8,7 @@ import pytest
 from aot.programs import needs_compiler
 from jax.experimental import pallas as pl
 
+from mmtp_jax.engine.programs import ONE_BY_ONE
 from pallas_kernels._compat import compiler_params, dot
 from pallas_kernels.aot import compile_for_h200, missing
 
@@ -32,6 +33,12 @@ def test_one_graph() -> None:
     report = compile_for_h200(chain, X)
     assert report.graphs == 1 and report.by_host == ()
     assert report.kernels and report.spilling == ()
+
+
+@needs_compiler
+def test_no_graph_if_kernels_are_launched_one_by_one() -> None:
+    report = compile_for_h200(chain, X, options=ONE_BY_ONE)
+    assert report.graphs == 0 and len(report.by_host) > 1
 
 
 @needs_compiler

@@ -33,8 +33,9 @@ def latency(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     arguments = ["--num-speculative-tokens", "0", "2", "--acceptance", "0", "1"]
     arguments += [f"--model={model}", f"--json={folder / 'out.json'}"]
     assert main([*LATENCY, *arguments, f"--profile={folder / 'traces'}"]) == 0
-    for trace in ("off-k0-b2", "on-k2-b2", "synthetic-k2-b2"):
-        assert list((folder / "traces" / trace).rglob("*.xplane.pb"))
+    traces = folder / "traces"
+    for name in ("off-k0-b2", "off-k0-b2-named", "on-k2-b2", "on-k2-b2-named", "synthetic-k2-b2"):
+        assert list((traces / name).rglob("*.xplane.pb"))
     report: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return report
 
