@@ -226,10 +226,10 @@ class EngineCore:
     def _dispatch(self, scheduled: ScheduledStep) -> InFlight:
         if self._lengths is not None:
             self._lengths.dispatched(scheduled)
-        for admission in scheduled.admissions:
-            live = self._live[admission.request.request_id]
+        entering = [(one, self._live[one.request.request_id]) for one in scheduled.admissions]
+        for _, live in entering:
             live.drafts = ()
-            self.device.admit(admission, live)
+        self.device.admit(entering)
         batch = self._batch(scheduled)
         if not batch.plain:
             self.device.set_masks(batch)

@@ -7,6 +7,8 @@ the interpreter, and the engine's loop has requests to look after meanwhile.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -19,10 +21,10 @@ from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.grammar import fill_masks
 from mmtp_jax.engine.live import Batch, Live
 from mmtp_jax.engine.plan import RowLogprobs, StepOutput, StepPlan
-from mmtp_jax.engine.programs import Programs, Progress, empty_admission
+from mmtp_jax.engine.programs import ADMISSIONS_PER_CALL, Programs, Progress
 from mmtp_jax.engine.request import ScheduledRequest
 from mmtp_jax.engine.scheduler import ScheduledAdmission
-from mmtp_jax.engine.state import EngineState, initial_state, state_sharding
+from mmtp_jax.engine.state import AdmissionArrays, EngineState, initial_state, state_sharding
 from mmtp_jax.engine.step import Chooser
 from mmtp_jax.models.model import ModelGraph, Params
 
@@ -106,35 +108,25 @@ class Device:
 
         return self._thread.submit(call)
 
-    def admit(self, scheduled: ScheduledAdmission, live: Live) -> None:
-        """Put a request into its slot."""
-        request, admission = scheduled.request, scheduled.admission
-        arrays = empty_admission(self.programs.abstract_state)
-        valid = admission.valid[0]
-        arrays.numbers[:] = (
-            scheduled.slot,
-            request.length,
-            admission.computed,
-            admission.exact,
-            valid,
-            request.limit,
-        )
-        arrays.tokens[: request.length] = request.tokens
-        for table, row in zip(arrays.tables, admission.rows, strict=True):
-            table[: len(row)] = row
-        for copy in admission.copies:
-            arrays.copy_source[copy.group] = copy.source
-            arrays.copy_target[copy.group] = copy.destination
-        arrays.sampling[:] = live.row
-        slot, bias = np.int32(scheduled.slot), live.bias
+    def admit(self, entering: Sequence[tuple[ScheduledAdmission, Live]]) -> None:
+        """Put the requests of a step into their slots, several at once."""
+        for few in itertools.batched(entering, ADMISSIONS_PER_CALL):
+            arrays = self.programs.empty_admission()
+            for index, (scheduled, live) in enumerate(few):
+                _enter(arrays, index, scheduled, live)
+            self._call(functools.partial(self._admit, arrays, few))
 
-        def admit(state: EngineState) -> tuple[EngineState, None]:
-            state = self.programs.admit(state, arrays)
-            if bias is not None:
-                state = self.programs.set_bias(state, slot, bias)
-            return state, None
-
-        self._call(admit)
+    def _admit(
+        self,
+        arrays: AdmissionArrays,
+        entering: Sequence[tuple[ScheduledAdmission, Live]],
+        state: EngineState,
+    ) -> tuple[EngineState, None]:
+        state = self.programs.admit(state, arrays)
+        for scheduled, live in entering:
+            if live.bias is not None:
+                state = self.programs.set_bias(state, np.int32(scheduled.slot), live.bias)
+        return state, None
 
     def upload(self, bucket: Bucket, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
         """The plan of a step, on the device."""
@@ -177,3 +169,23 @@ class Device:
             return state, logprobs
 
         return self._call(compute)
+
+
+def _enter(arrays: AdmissionArrays, index: int, scheduled: ScheduledAdmission, live: Live) -> None:
+    """Write what a request enters with."""
+    request, admission = scheduled.request, scheduled.admission
+    arrays.numbers[index] = (
+        scheduled.slot,
+        request.length,
+        admission.computed,
+        admission.exact,
+        admission.valid[0],
+        request.limit,
+    )
+    arrays.tokens[index, : request.length] = request.tokens
+    for table, row in zip(arrays.tables, admission.rows, strict=True):
+        table[index, : len(row)] = row
+    for copy in admission.copies:
+        arrays.copy_source[index, copy.group] = copy.source
+        arrays.copy_target[index, copy.group] = copy.destination
+    arrays.sampling[index] = live.row

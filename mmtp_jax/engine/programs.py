@@ -26,10 +26,12 @@ from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit
 from mmtp_jax.engine.step import Chooser, StepShape, step
 from mmtp_jax.models.model import ModelGraph, Params
 from mmtp_jax.sampling.sampler import sample
-from mmtp_jax.sampling.state import NEUTRAL_ROW, write_bias, write_masks
+from mmtp_jax.sampling.state import write_bias, write_masks
 
 Progress = Callable[[int, int, str], None]
 CACHED_PROGRAMS_BYTES = 2 << 30
+# Requests that enter together: a call takes as long for one as for several.
+ADMISSIONS_PER_CALL = 8
 # Requests whose masks travel together.
 MASKS_PER_UPLOAD = 8
 # What keeps XLA from recording kernels in CUDA graphs.
@@ -58,19 +60,6 @@ def enable_compilation_cache(directory: Path) -> None:
         jax.config.update("jax_compilation_cache_max_size", CACHED_PROGRAMS_BYTES)
     else:
         jax.config.update("jax_persistent_cache_enable_xla_caches", None)
-
-
-def empty_admission(state: EngineState) -> AdmissionArrays:
-    """An admission of the right shapes for `state`."""
-    groups = len(state.tables)
-    return AdmissionArrays(
-        numbers=np.zeros(6, np.int32),
-        tokens=np.zeros(state.tokens.shape[1], np.int32),
-        tables=tuple(np.zeros(table.shape[1], np.int32) for table in state.tables),
-        copy_source=np.zeros(groups, np.int32),
-        copy_target=np.zeros(groups, np.int32),
-        sampling=NEUTRAL_ROW.copy(),
-    )
 
 
 def _set_bias(state: EngineState, slot: jax.Array, bias: jax.Array) -> EngineState:
@@ -128,7 +117,7 @@ class Programs:
             _name(bucket): functools.partial(self._compile_step, bucket)
             for bucket in reversed(buckets)
         }
-        jobs["admission"] = lambda: self._compile(admit, empty_admission(state))
+        jobs["admission"] = lambda: self._compile(admit, self.empty_admission())
         jobs["bias"] = lambda: self._compile(
             _set_bias, np.int32(0), np.zeros(graph.config.vocab_size, np.float32)
         )
@@ -150,6 +139,10 @@ class Programs:
     @property
     def num_programs(self) -> int:
         return len(self._steps) + 4
+
+    def empty_admission(self) -> AdmissionArrays:
+        """Room for as many requests as enter in one call."""
+        return AdmissionArrays.empty(self.abstract_state, min(self._num_slots, ADMISSIONS_PER_CALL))
 
     def empty_masks(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots, starts and masks of `count` requests or a few more, as whole uploads: nothing but

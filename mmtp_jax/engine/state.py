@@ -71,16 +71,51 @@ class EngineState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdmissionArrays:
-    """One request entering a slot. `numbers` = slot, length, computed, exact, target_valid,
-    limit.
+    """A requests entering different slots, in one array that travels at once. `numbers` = slot,
+    length, computed, exact, target_valid, limit; a slot past the end is no request. `widths` are
+    those of the fields, in the order below.
     """
 
-    numbers: Int32[Any, " 6"]
-    tokens: Int32[Any, " L"]
-    tables: tuple[Int32[Any, " MP"], ...]
-    copy_source: Int32[Any, " G"]
-    copy_target: Int32[Any, " G"]
-    sampling: Int32[Any, " C"]
+    packed: Int32[Any, "A X"]
+    widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def empty(cls, state: EngineState, count: int) -> AdmissionArrays:
+        """Room for `count` requests, none of which is there yet."""
+        groups = len(state.tables)
+        fixed = (6, groups, groups, state.sampling.rows.shape[1], state.tokens.shape[1])
+        widths = fixed + tuple(table.shape[1] for table in state.tables)
+        arrays = cls(np.zeros((count, sum(widths)), np.int32), widths)
+        arrays.numbers[:, 0] = state.num_slots
+        return arrays
+
+    @property
+    def numbers(self) -> Int32[Any, "A 6"]:
+        return self._field(0)
+
+    @property
+    def copy_source(self) -> Int32[Any, "A G"]:
+        return self._field(1)
+
+    @property
+    def copy_target(self) -> Int32[Any, "A G"]:
+        return self._field(2)
+
+    @property
+    def sampling(self) -> Int32[Any, "A C"]:
+        return self._field(3)
+
+    @property
+    def tokens(self) -> Int32[Any, "A L"]:
+        return self._field(4)
+
+    @property
+    def tables(self) -> tuple[Int32[Any, "A MP"], ...]:
+        return tuple(self._field(index) for index in range(5, len(self.widths)))
+
+    def _field(self, index: int) -> Int32[Any, "A _"]:
+        first = sum(self.widths[:index])
+        return self.packed[:, first : first + self.widths[index]]
 
 
 def initial_state(
@@ -123,20 +158,27 @@ def state_sharding(mesh: Mesh, layout: CacheLayout, state: EngineState) -> Engin
 
 
 def admit(state: EngineState, new: AdmissionArrays) -> EngineState:
-    """Put a request into a slot: every per-slot field is reset, shared pages are entered into the
-    tables, partly reused pages are copied. One request at a time, so no index can repeat."""
-    slot, length, computed, exact, target_valid, limit = (new.numbers[i] for i in range(6))
+    """Put requests into slots: every per-slot field is reset, shared pages are entered into the
+    tables, partly reused pages are copied, one request after the other."""
+    slot, length, computed, exact, target_valid, limit = (new.numbers[:, i] for i in range(6))
     none = jnp.zeros_like(slot)
     numbers = Numbers(length, computed, limit, none, target_valid, none, none)
+    pages = state.pages
+    for source, target in zip(new.copy_source, new.copy_target, strict=True):
+        pages = copy_page(pages, source, target)
+
+    def put(array: Array, rows: Array | int) -> Array:
+        return array.at[slot].set(rows, mode="drop")
+
     return EngineState(
-        tokens=state.tokens.at[slot].set(new.tokens),
-        numbers=state.numbers.at[slot].set(numbers.pack()),
-        exact=state.exact.at[slot].set(exact),
-        hidden=state.hidden.at[slot].set(0),
+        tokens=put(state.tokens, new.tokens),
+        numbers=put(state.numbers, numbers.pack()),
+        exact=put(state.exact, exact[:, None]),
+        hidden=put(state.hidden, 0),
         tables=tuple(
-            table.at[slot].set(row) for table, row in zip(state.tables, new.tables, strict=True)
+            put(table, rows) for table, rows in zip(state.tables, new.tables, strict=True)
         ),
-        pages=copy_page(state.pages, new.copy_source, new.copy_target),
+        pages=pages,
         sampling=write_slot(state.sampling, slot, new.sampling),
         row_states=state.row_states,
         row_targets=state.row_targets,

@@ -121,9 +121,12 @@ def bias_row(params: SamplingParams, vocab_size: int) -> Float32[np.ndarray, " V
 
 
 def write_slot(
-    state: SamplingState, slot: Int32[Array, ""] | int, row: Int32[Array | np.ndarray, " C"]
+    state: SamplingState,
+    slot: Int32[Array, "*A"] | int,
+    row: Int32[Array | np.ndarray, "*A C"],
 ) -> SamplingState:
-    """Give `slot` the packed `row`, no bias and no masks. A slot past the end writes nothing."""
+    """Give `slot` (or different ones) the packed `row`, no bias and no masks. A slot past the end
+    writes nothing."""
     return dataclasses.replace(
         state,
         rows=state.rows.at[slot].set(row, mode="drop"),
