@@ -47,6 +47,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
+        self._texts: dict[tuple[int, bool], str] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -79,6 +80,14 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def text_of(self, token_id: int, skip_special_tokens: bool = True) -> str:
+        """`decode` of a single token, which is remembered."""
+        key = token_id, skip_special_tokens
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = self.decode((token_id,), skip_special_tokens)
+        return text
 
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **kwargs: Any
@@ -162,17 +171,23 @@ class IncrementalDecoder:
         self._restart([])
 
     def _restart(self, context: list[int]) -> None:
-        # Decoders may treat the first token of a text in their own way, so the latest complete
-        # piece stays in front of what follows.
+        # Decoders may treat the first token of a text in their own way, so something complete stays
+        # in front of what follows: the last token if it is, else all of the latest piece.
+        if len(context) > 1:
+            last = self._tokenizer.text_of(context[-1], self._skip_special_tokens)
+            if last and REPLACEMENT not in last:
+                context = context[-1:]
         self._context = context
         self._pending: list[int] = []
         self._emitted = len(self._decode(context))
 
     def _decode(self, ids: list[int]) -> str:
+        if len(ids) == 1:
+            return self._tokenizer.text_of(ids[0], self._skip_special_tokens)
         return self._tokenizer.decode(ids, self._skip_special_tokens)
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that `ids` complete; may be empty."""
+        """The text that `ids` complete; may be empty. Many at once cost less than one by one."""
         self._pending.extend(ids)
         text = self._decode(self._context + self._pending)
         complete = text.rstrip(REPLACEMENT)

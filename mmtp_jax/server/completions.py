@@ -115,7 +115,7 @@ class _Answer(Answer[CompletionBody]):
     def _next(self, choice: Choice) -> dict[str, Any] | None:
         """What was released since the last call; None if nothing was."""
         increment = choice.sample.increment()
-        if self.only_prompt or not (increment.text or increment.pieces):
+        if self.only_prompt or not (increment.text or increment.token_ids):
             return None
         return self._part(choice, increment.text, self._logprobs(choice, increment))
 

@@ -29,7 +29,7 @@ class LogprobFormat:
             return f"token_id:{token_id}"
         if piece is not None:
             return piece
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return self.tokenizer.text_of(token_id, skip_special_tokens=False)
 
     def _top(self, one: TokenLogprobs, count: int) -> list[tuple[int, float]]:
         pairs = zip(one.top_ids[:count], one.top_values, strict=False)
