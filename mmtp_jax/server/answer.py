@@ -6,6 +6,7 @@ import abc
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 from fastapi import Request
@@ -15,7 +16,7 @@ from mmtp_jax.server.generation import Choice, Generation
 from mmtp_jax.server.logprobs import LogprobFormat
 from mmtp_jax.server.protocol import SamplingBody
 from mmtp_jax.server.responses import usage
-from mmtp_jax.server.stream import DONE, EventStream, event, until_gone
+from mmtp_jax.server.stream import DONE, EventStream, encoded, event, until_gone
 
 
 @dataclass(kw_only=True)
@@ -78,15 +79,22 @@ class Answer[B: SamplingBody](abc.ABC):
             async for changed in generation:
                 parts = [part for choice in changed for part in self.parts(choice)]
                 if parts:
-                    yield b"".join(event(self._chunk(part)) for part in parts)
+                    yield b"".join([self._event(part) for part in parts])
         if self.body.include_usage:
             yield event(self.titled(self.chunk_kind, []) | {"usage": self.usage()})
         yield DONE
 
-    def _chunk(self, part: dict[str, Any]) -> dict[str, Any]:
-        chunk = self.titled(self.chunk_kind, [part])
+    def _event(self, part: dict[str, Any]) -> bytes:
+        return b"".join((self._head, encoded(part), self._tail()))
+
+    @cached_property
+    def _head(self) -> bytes:
+        """What all events of parts begin with. Encoding it once halves what an event costs."""
+        empty = event(self.titled(self.chunk_kind, []))
+        return empty[: empty.rindex(b"]")]
+
+    def _tail(self) -> bytes:
+        """What ends the event of a part."""
         if self.body.continuous_usage:
-            chunk["usage"] = self.usage()
-        elif self.body.include_usage:
-            chunk["usage"] = None
-        return chunk
+            return b'],"usage":' + encoded(self.usage()) + b"}\n\n"
+        return b'],"usage":null}\n\n' if self.body.include_usage else b"]}\n\n"

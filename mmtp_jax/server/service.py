@@ -19,7 +19,7 @@ from mmtp_jax.server.errors import APIError, EngineStarting, bad_request
 from mmtp_jax.server.generation import Choice, Generation, Prompt
 from mmtp_jax.server.messages import Loaded
 from mmtp_jax.server.metrics import Metrics
-from mmtp_jax.server.protocol import Body
+from mmtp_jax.server.protocol import Body, SamplingBody
 from mmtp_jax.server.sampling import config_error
 from mmtp_jax.tokenizer import Tokenizer
 
@@ -86,7 +86,7 @@ class Service:
         return max(self.model().max_model_len - len(prompt.token_ids), 1)
 
     def generation(
-        self, body: Body, prompts: Sequence[Prompt], params: SamplingParams, param: str
+        self, body: SamplingBody, prompts: Sequence[Prompt], params: SamplingParams, param: str
     ) -> Generation:
         """All samples of `prompts`, ready to start. Raises `APIError` if one of them cannot run."""
         model = self.model()
@@ -114,7 +114,14 @@ class Service:
             )
             for index, prompt in enumerate(one for one in prompts for _ in range(params.n))
         ]
-        return Generation(self.client, self.metrics, choices, params, log_text=self.log_requests)
+        return Generation(
+            self.client,
+            self.metrics,
+            choices,
+            params,
+            whole=not body.stream,
+            log_text=self.log_requests,
+        )
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:

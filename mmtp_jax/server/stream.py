@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
+# JSON, as bytes.
+encoded = msgspec.json.Encoder().encode
+
 
 class ClientGone(Exception):
     """Nobody is left to answer."""
@@ -25,7 +28,7 @@ class ClientGone(Exception):
 
 def event(data: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+    return b"data: " + encoded(data) + b"\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:
