@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ class Increment(NamedTuple):
     """
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     pieces: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
 
@@ -189,7 +190,7 @@ class Sample:
         last = bisect.bisect_right(ends, self._releasable(), first)
         if last > first:
             self._released, self._num_pieces = ends[last - 1], last
-        text, token_ids = self._text[start : self._released], tuple(self.token_ids[first:last])
+        text, token_ids = self._text[start : self._released], self.token_ids[first:last]
         if self.params.logprobs is None:
             return Increment(text, token_ids)
         bounds = itertools.pairwise([start, *ends[first:last]])
