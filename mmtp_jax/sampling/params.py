@@ -217,6 +217,8 @@ def _require_choice(
 
 
 def _int_in(name: str, value: object, low: int, high: int) -> int:
+    if type(value) is int and low <= value <= high:
+        return value  # mostly: the rest is for numbers of other types, and for the message
     number = cast(int, value)
     valid = not isinstance(value, bool) and isinstance(value, Integral) and low <= number <= high
     require(bool(valid), f"{name} must be an integer in [{low}, {high}], got {value!r}")
@@ -224,6 +226,8 @@ def _int_in(name: str, value: object, low: int, high: int) -> int:
 
 
 def _float_in(name: str, value: object, low: float, high: float) -> float:
+    if type(value) is float and low <= value <= high:
+        return value
     number = cast(float, value)
     valid = not isinstance(value, bool) and isinstance(value, Real) and low <= number <= high
     require(bool(valid), f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")

@@ -17,7 +17,7 @@ from mmtp_jax.server.logprobs import LogprobFormat
 from mmtp_jax.server.protocol import ChatBody
 from mmtp_jax.server.responses import STREAMED, ChatCompletion
 from mmtp_jax.server.sampling import sampling_params, structured_outputs
-from mmtp_jax.server.service import Service, WithService, new_id
+from mmtp_jax.server.service import Service, new_id, service_of
 from mmtp_jax.server.tool_parsers import ToolCall, ToolParser
 from mmtp_jax.server.tools import constraint, parser_for
 
@@ -25,9 +25,9 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
-async def chat_completions(body: ChatBody, request: Request, service: WithService) -> Response:
+async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
-    return await _Answer.of(body, service).respond(request)
+    return await _Answer.of(body, service_of(request)).respond(request)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class _Answer(Answer[ChatBody]):
         content, calls = self._read(choice, increment)
         logprobs = self._logprobs(increment)
         if content or (logprobs is not None and logprobs["content"]):
-            parts.append(_part(choice, {"content": content}) | {"logprobs": logprobs})
+            parts.append(_part(choice, {"content": content}, logprobs))
         for call in calls:
             parts.append(_part(choice, {"tool_calls": [_streamed_call(call)]}))
         if choice.finished:
@@ -147,8 +147,10 @@ class _Answer(Answer[ChatBody]):
         return {"finish_reason": reason, "stop_reason": sample.stop_reason}
 
 
-def _part(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+def _part(
+    choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
 def _whole_call(call: ToolCall) -> dict[str, Any]:

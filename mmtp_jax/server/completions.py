@@ -17,7 +17,7 @@ from mmtp_jax.server.logprobs import LogprobFormat, pieces_of
 from mmtp_jax.server.protocol import CompletionBody
 from mmtp_jax.server.responses import STREAMED, Completion, usage
 from mmtp_jax.server.sampling import sampling_params
-from mmtp_jax.server.service import Service, WithService, new_id
+from mmtp_jax.server.service import Service, new_id, service_of
 
 router = APIRouter()
 
@@ -26,9 +26,9 @@ DEFAULT_MAX_TOKENS = 16
 
 
 @router.post("/v1/completions", response_model=Completion, responses=STREAMED)
-async def completions(body: CompletionBody, request: Request, service: WithService) -> Response:
+async def completions(body: CompletionBody, request: Request) -> Response:
     """Complete prompts: texts or token ids, one or several."""
-    return await _Answer.of(body, service).respond(request)
+    return await _Answer.of(body, service_of(request)).respond(request)
 
 
 @dataclass(kw_only=True)
