@@ -7,6 +7,7 @@ import contextlib
 import logging
 import multiprocessing
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 # How long an engine that was told to stop may finish its step before it is killed.
 STOP_SECONDS = 10.0
+# How long messages are taken one after the other, if the engine sends them as fast. Without an end,
+# streams got all of their text at once when it was complete.
+TURN_SECONDS = 0.1
 
 Sink = Callable[[TokenDelta | APIError], None]
 
@@ -176,9 +180,20 @@ class EngineClient:
 
     async def _receive(self) -> None:
         decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        turn_ends = 0.0
         try:
             while True:
-                self._take(decoder.decode(await self._socket.recv()))
+                # What is there already comes without giving way: streams that fell behind then get
+                # the tokens of several steps at once, which costs less than one by one.
+                arriving = asyncio.ensure_future(self._socket.recv())
+                gives_way = not arriving.done()
+                if not gives_way and time.monotonic() > turn_ends:
+                    await asyncio.sleep(0)
+                    gives_way = True
+                message = decoder.decode(await arriving)
+                if gives_way:
+                    turn_ends = time.monotonic() + TURN_SECONDS
+                self._take(message)
         except Exception:
             # Nobody would hear of the engine any more: its death is what everything else handles.
             logger.exception("a message of the engine could not be handled")
