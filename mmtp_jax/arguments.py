@@ -110,7 +110,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     help = "pad rows to a multiple; 64: float32 logits on a CPU do not depend on the batch"
     option(group, "--row-multiple", type=int, default=engine.row_multiple, help=help)
     help = "launch kernels one by one, not as a CUDA graph: slower, but traces name their part"
-    option(group, "--enforce-eager", action="store_true", help=help)
+    switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    option(group, "--enforce-eager", **switch, default=engine.enforce_eager, help=help)
 
     group = parser.add_argument_group("cache")
     option(group, "--page-size", type=int, default=cache.page_size, help="positions of a page")

@@ -60,7 +60,7 @@ CACHE: dict[str, tuple[str, object]] = {
 def test_every_field_has_an_option() -> None:
     engine = {field.name for field in dataclasses.fields(EngineConfig)} - {"cache", "speculative"}
     cache = {field.name for field in dataclasses.fields(CacheConfig)}
-    assert engine == ENGINE.keys()
+    assert engine == ENGINE.keys() | {"enforce_eager"}
     assert cache == CACHE.keys() | {"enable_prefix_caching"}
 
 
@@ -79,7 +79,8 @@ def test_options_of_the_cache(name: str) -> None:
     assert config_of(f"--{name.replace('_', '-')}={text}") == expected
 
 
-def test_prefix_caching_and_the_other_name_of_the_memory_fraction() -> None:
+def test_switches_and_the_other_name_of_the_memory_fraction() -> None:
+    assert config_of("--enforce-eager").enforce_eager
     assert not config_of("--no-enable-prefix-caching").cache.enable_prefix_caching
     assert config_of("--gpu-memory-utilization=0.3").cache.memory_fraction == 0.3
 
