@@ -15,7 +15,7 @@ import pytest
 from mmtp_jax.bench.presets import ARCHITECTURES, write_config
 from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.plan import StepPlan
-from mmtp_jax.engine.state import EngineState, initial_state
+from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit, initial_state
 from mmtp_jax.engine.step import StepShape, step
 from mmtp_jax.models.model import model_graph
 from mmtp_jax.sampling.sampler import sample
@@ -92,23 +92,7 @@ def compile_step(config: ModelConfig, chunk: int = 0) -> Compiled:
     bucket = Bucket(
         config.num_drafts, num_rows, REQUESTS, REQUESTS * width, 3 * REQUESTS * num_groups
     )
-    state = jax.eval_shape(
-        functools.partial(
-            initial_state,
-            graph.layout,
-            num_slots=REQUESTS,
-            max_model_len=1024,
-            num_modules=config.num_modules,
-            num_drafts=config.num_drafts,
-            lag=max(config.num_modules, 1),
-            num_rows=num_rows,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            num_pages=(4000,) * num_groups,
-            page_size=16,
-            dtype=DTYPE,
-        )
-    )
+    state = _state(config, num_rows)
     params = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(DTYPE)) for leaf in graph.leaves())
     shape = StepShape(num_rows, config.num_drafts, width, bucket.logit_rows, unroll=True)
     report = compile_for_h200(
@@ -119,6 +103,36 @@ def compile_step(config: ModelConfig, chunk: int = 0) -> Compiled:
         donate=1,
     )
     return Compiled(report, state, config.vocab_size)
+
+
+def compile_admission(config: ModelConfig, count: int) -> Compiled:
+    """The engine's program for so many requests that enter."""
+    state = _state(config, REQUESTS)
+    new = AdmissionArrays.empty(state, count)
+    return Compiled(compile_for_h200(admit, state, new, donate=0), state, config.vocab_size)
+
+
+def _state(config: ModelConfig, num_rows: int) -> EngineState:
+    """What the state looks like."""
+    layout = model_graph(config).layout
+    described: EngineState = jax.eval_shape(
+        functools.partial(
+            initial_state,
+            layout,
+            num_slots=REQUESTS,
+            max_model_len=1024,
+            num_modules=config.num_modules,
+            num_drafts=config.num_drafts,
+            lag=max(config.num_modules, 1),
+            num_rows=num_rows,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_pages=(4000,) * len(layout.groups),
+            page_size=16,
+            dtype=DTYPE,
+        )
+    )
+    return described
 
 
 def of_one_layer(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -6,7 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from aot.programs import Compiled, compile_step, inkling, needs_compiler, of_one_layer, smollm2
+from aot.programs import (
+    Compiled,
+    compile_admission,
+    compile_step,
+    inkling,
+    needs_compiler,
+    of_one_layer,
+    smollm2,
+)
+
+from mmtp_jax.engine.programs import ADMISSIONS_PER_CALL
+from mmtp_jax.specs import ModelConfig
 
 pytestmark = needs_compiler
 
@@ -82,3 +93,13 @@ def test_few_kernels_per_layer(compiled: Compiled) -> None:
     products = [name for name in between if name.startswith("gemm")]
     assert len(products) == 4, between
     assert len(between) - len(products) <= 5, between
+
+
+@pytest.mark.parametrize("config", [smollm2(2, 2), inkling()], ids=["smollm2", "inkling"])
+def test_requests_enter_in_place_in_one_graph(config: ModelConfig) -> None:
+    compiled = compile_admission(config, ADMISSIONS_PER_CALL)
+    assert compiled.report.graphs == 1 and compiled.report.by_host == ()
+    for array in compiled.page_arrays():
+        assert compiled.report.rewrites(array) == []
+    assert compiled.report.aliased >= compiled.state_bytes()
+    assert compiled.report.temp <= 8 * MIB
