@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.models import random_values
 from oracle import Oracle
 
 from mmtp_jax.config import CacheConfig, EngineConfig, SpeculativeConfig
@@ -29,7 +28,7 @@ from mmtp_jax.engine.delta import TokenDelta
 from mmtp_jax.engine.grammar import Grammar
 from mmtp_jax.engine.plan import StepOutput, StepPlan
 from mmtp_jax.engine.request import Drafts, Request
-from mmtp_jax.models.model import assemble, model_graph
+from mmtp_jax.models.model import assemble, model_graph, random_value
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.specs import ModelConfig
 
@@ -82,7 +81,7 @@ class Harness:
             speculative=SpeculativeConfig(adaptive=self.behind is not None),
         )
         graph = model_graph(self.model)
-        values = self.values or random_values(graph)
+        values = self.values or random_value(graph, 0, np.dtype(np.float32))
         self.oracle = Oracle(self.model, values)
         self.scripts: list[Scripted] = []
         self.failures: list[str] = []
