@@ -24,7 +24,7 @@ from mmtp_jax.sampling.params import GREEDY_BELOW
 from mmtp_jax.tokenizer import REPLACEMENT, ChatTemplateError, Tokenizer
 from mmtp_jax.train.generate import draw
 from mmtp_jax.train.samples import GenerateOptions
-from mmtp_jax.train.shards import Dataset
+from mmtp_jax.train.shards import Dataset, write_whole
 from mmtp_jax.weights.errors import ModelError
 
 # As many words in a row make a prompt that of an evaluation set (as for GPT-3, arXiv 2005.14165,
@@ -78,11 +78,10 @@ def write_own_prompts(
     ends = set(loaded.graph.config.eos_token_ids)
     messages = _messages(Dataset.open(drawn), loaded.tokenizer, ends, ending)
     kept = _keep(messages, loaded.tokenizer, exclude)
-    part = path.with_name(f"{path.name}.part")
+    lines = "".join(json.dumps({"prompt": text}) + "\n" for text in kept.texts).encode()
+    content = gzip.compress(lines) if path.suffix == ".gz" else lines
     try:
-        with gzip.open(part, "wt") if path.suffix == ".gz" else part.open("w") as file:
-            file.writelines(json.dumps({"prompt": text}) + "\n" for text in kept.texts)
-        part.replace(path)
+        write_whole(path, lambda file: file.write(content))
     except OSError as error:
         raise ConfigError(f"cannot write prompts to {path}: {error}") from None
     shutil.rmtree(drawn)

@@ -80,7 +80,7 @@ class Manifest:
                 f"{folder} holds shards without a manifest.json: choose an empty folder",
             )
             text = json.dumps(asdict(self), indent=1) + "\n"
-            _write_whole(folder / "manifest.json", lambda file: file.write(text.encode()))
+            write_whole(folder / "manifest.json", lambda file: file.write(text.encode()))
         except OSError as error:
             raise ConfigError(f"cannot write training data to {folder}: {error}") from None
 
@@ -130,7 +130,7 @@ class Shard:
     def write(self, path: Path) -> None:
         """Write to `path`, all or nothing."""
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-        _write_whole(path, lambda file: np.savez(file, **arrays))
+        write_whole(path, lambda file: np.savez(file, **arrays))
 
     @classmethod
     def read(cls, path: Path, manifest: Manifest) -> Shard:
@@ -244,7 +244,7 @@ class Dataset:
         return starts
 
 
-def _write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file under another name and give it its own when it is complete."""
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
