@@ -1,7 +1,7 @@
 """Training: the loop over batches, from new or given modules to trained ones.
 
 The recipe follows FastMTP (arXiv 2509.18362): the target's own answers, a frozen target, weights
-that fall with depth.
+by depth (there fixed, here by how often a depth is reached).
 """
 
 from __future__ import annotations

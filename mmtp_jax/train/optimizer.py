@@ -13,8 +13,8 @@ from mmtp_jax.train.step import trained_leaves
 _SECOND_MOMENT = 0.95
 _MOMENTUM = 0.95
 
-# The root mean square of Muon's steps, relative to the learning rate: as large as AdamW's, so both
-# take the same rates (Moonlight, arXiv 2502.16982, section 2.2).
+# The root mean square of Muon's steps, relative to the learning rate: about that of AdamW's
+# (Moonlight, arXiv 2502.16982, section 2.2).
 _RMS = 0.2
 
 # Axes along which an array holds matrices of their own: depths and experts.

@@ -44,11 +44,10 @@ def test_muon_takes_steps_with_equal_singular_values() -> None:
     graph = model_graph(chain(2))
     leaves = trained_leaves(graph)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [
+    found = tuple(
         jax.random.normal(key, leaf.shape, jnp.float32)
         for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    found = tuple(drawn)
+    )
 
     def of(optimizer: optax.GradientTransformation) -> tuple:
         return jax.jit(optimizer.update)(found, optimizer.init(found), found)[0]
