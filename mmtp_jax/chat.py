@@ -83,9 +83,8 @@ def _chat(args: argparse.Namespace) -> int:
     from mmtp_jax.engine.programs import enable_compilation_cache
     from mmtp_jax.llm import LLM
     from mmtp_jax.loader import describe, load_model
-    from mmtp_jax.weights.resolve import cache_directory
 
-    enable_compilation_cache(cache_directory() / "xla")
+    enable_compilation_cache()
     loaded = load_model(config, chat_template=args.chat_template)
     # Known before anything compiles.
     chat = args.chat and _can_chat(loaded, args.system)

@@ -35,7 +35,6 @@ from mmtp_jax.prompts import (
 from mmtp_jax.sampling.params import SamplingParams, default_seed, sample_seed
 from mmtp_jax.scoring import Scorer
 from mmtp_jax.tokenizer import Tokenizer
-from mmtp_jax.weights.resolve import cache_directory
 
 Event = TokenDelta | BaseException
 
@@ -61,7 +60,7 @@ class LLM:
         **options: Any,
     ) -> None:
         config = engine_config(model, speculative_config, **options)
-        enable_compilation_cache(cache_directory() / "xla")
+        enable_compilation_cache()
         self._start(load_model(config), progress)
 
     @classmethod

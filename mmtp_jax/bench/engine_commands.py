@@ -20,7 +20,6 @@ from mmtp_jax.bench.throughput import ThroughputOptions, throughput
 from mmtp_jax.engine.programs import enable_compilation_cache
 from mmtp_jax.loader import parameter_dtype
 from mmtp_jax.progress import say
-from mmtp_jax.weights.resolve import cache_directory
 from pallas_kernels.bench.output import show, write_facts
 from pallas_kernels.bench.timing import measure_rates
 
@@ -96,7 +95,7 @@ def _startup(arguments: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[s
 def _model(arguments: argparse.Namespace) -> Iterator[ModelOptions]:
     """The model that the options name, with the cache of compiled programs set up."""
     if arguments.compilation_cache:
-        enable_compilation_cache(cache_directory() / "xla")
+        enable_compilation_cache()
     else:
         jax.config.update("jax_enable_compilation_cache", False)
     with loadable(arguments.model, arguments.load_format) as (model, load_format):

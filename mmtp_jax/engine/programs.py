@@ -27,6 +27,7 @@ from mmtp_jax.engine.step import Chooser, StepShape, step
 from mmtp_jax.models.model import ModelGraph, Params
 from mmtp_jax.sampling.sampler import sample
 from mmtp_jax.sampling.state import write_bias, write_masks
+from mmtp_jax.weights.resolve import cache_directory
 
 Progress = Callable[[int, int, str], None]
 CACHED_PROGRAMS_BYTES = 2 << 30
@@ -38,12 +39,14 @@ MASKS_PER_UPLOAD = 8
 ONE_BY_ONE = {"xla_gpu_enable_command_buffer": ""}
 
 
-def enable_compilation_cache(directory: Path) -> None:
+def enable_compilation_cache(directory: Path | None = None) -> None:
     """Keep compiled programs, and below them what a GPU's kernels were tuned to (jax's default), on
-    disk unless the user chose a directory of their own.
+    disk (None: in `xla` of the cache directory) unless the user chose a directory of their own.
 
     Without a directory to write to, every start compiles anew: that is worth a warning only.
     """
+    if directory is None:
+        directory = cache_directory() / "xla"
     if jax.config.jax_compilation_cache_dir is not None:
         return
     try:

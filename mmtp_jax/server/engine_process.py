@@ -117,10 +117,9 @@ def _start(config: EngineConfig, channel: Channel) -> tuple[EngineCore, Grammars
     from mmtp_jax.engine.grammar import Grammars
     from mmtp_jax.engine.programs import enable_compilation_cache
     from mmtp_jax.loader import describe, load_model
-    from mmtp_jax.weights.resolve import cache_directory
 
     channel.send(Starting(f"loading {config.model}"))
-    enable_compilation_cache(cache_directory() / "xla")
+    enable_compilation_cache()
     loaded = load_model(config)
     model = loaded.graph.config
     channel.send(

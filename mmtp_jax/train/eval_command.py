@@ -49,10 +49,9 @@ def run_eval(args: argparse.Namespace) -> None:
     from mmtp_jax.loader import describe, load_model
     from mmtp_jax.train.evaluate import evaluate
     from mmtp_jax.train.report import evaluation_table
-    from mmtp_jax.weights.resolve import cache_directory
     from pallas_kernels.bench.output import environment, show, write_facts
 
-    enable_compilation_cache(cache_directory() / "xla")
+    enable_compilation_cache()
     loaded = load_model(config, chat_template=args.chat_template)
     say(describe(loaded))
     facts = environment("python -m mmtp_jax.train", sys.argv[1:]) | {

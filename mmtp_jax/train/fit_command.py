@@ -91,7 +91,6 @@ def run_fit(args: argparse.Namespace) -> None:
     from mmtp_jax.train.held_out import split
     from mmtp_jax.train.initial import with_new_modules
     from mmtp_jax.train.shards import Dataset
-    from mmtp_jax.weights.resolve import cache_directory
 
     options = FitOptions(**{field.name: getattr(args, field.name) for field in fields(FitOptions)})
     batches = BatchOptions(args.batch_tokens, args.seed)
@@ -115,7 +114,7 @@ def run_fit(args: argparse.Namespace) -> None:
         hf_overrides=args.hf_overrides,
         speculative=speculative,
     )
-    enable_compilation_cache(cache_directory() / "xla")
+    enable_compilation_cache()
     loaded = load_model(config)
     graph, params = loaded.graph, loaded.params
     check_data(graph.config, data)

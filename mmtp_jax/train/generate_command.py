@@ -68,9 +68,8 @@ def run_generate(args: argparse.Namespace) -> None:
     from mmtp_jax.engine.programs import enable_compilation_cache
     from mmtp_jax.loader import describe, load_model
     from mmtp_jax.train.generate import generate
-    from mmtp_jax.weights.resolve import cache_directory
 
-    enable_compilation_cache(cache_directory() / "xla")
+    enable_compilation_cache()
     loaded = load_model(config, chat_template=args.chat_template)
     say(describe(loaded))
     done = generate(loaded, prompts, args.out, options, progress=True)

@@ -55,9 +55,8 @@ def run_prompts(args: argparse.Namespace) -> None:
     from mmtp_jax.engine.programs import enable_compilation_cache
     from mmtp_jax.loader import describe, load_model
     from mmtp_jax.train.own_prompts import write_own_prompts
-    from mmtp_jax.weights.resolve import cache_directory
 
-    enable_compilation_cache(cache_directory() / "xla")
+    enable_compilation_cache()
     loaded = load_model(config, chat_template=args.chat_template)
     say(describe(loaded))
     kept = write_own_prompts(loaded, args.out, options, exclude, progress=True)
