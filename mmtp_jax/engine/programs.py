@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmtp_jax.engine.buckets import Bucket, round_up
+from mmtp_jax.engine.kept import KeptPrograms, directory_of_kept_programs
 from mmtp_jax.engine.logprobs import row_logprobs
 from mmtp_jax.engine.plan import StepPlan
 from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit
@@ -115,6 +116,9 @@ class Programs:
         if graph.mesh is not None:
             self._plan_sharding = NamedSharding(graph.mesh, PartitionSpec())
         self._collecting: dict[Bucket, Any] = {}
+        directory = directory_of_kept_programs() if graph.mesh is None else None
+        (device, *_) = jax.tree.leaves(self.abstract_state)[0].sharding.device_set
+        self._kept = KeptPrograms(directory, device, (graph.config, self._compiler_options))
         self.buckets = buckets
         jobs: dict[str, Callable[[], Any]] = {
             _name(bucket): functools.partial(self._compile_step, bucket)
@@ -184,13 +188,12 @@ class Programs:
 
     def _compile(self, function: Callable[..., EngineState], *arguments: Any) -> Any:
         program = jax.jit(function, donate_argnums=0, out_shardings=self._state_sharding)
-        with self._on_mesh():
-            return self._compiled(program.lower(self.abstract_state, *arguments))
+        return self._compiled(function.__qualname__, program, self.abstract_state, *arguments)
 
     def _compile_logprobs(self) -> Any:
         program = jax.jit(functools.partial(row_logprobs, self._graph))
-        with self._on_mesh():
-            return self._compiled(program.lower(self._params, self.abstract_state, np.int32(0)))
+        arguments = (self._params, self.abstract_state, np.int32(0))
+        return self._compiled(row_logprobs.__qualname__, program, *arguments)
 
     def _compile_step(self, bucket: Bucket, collect: bool = False) -> Any:
         shape = StepShape(
@@ -201,17 +204,28 @@ class Programs:
             collect=collect,
             unroll=self._unroll,
         )
+        choose = self._choose_draft
         program = jax.jit(
-            functools.partial(step, self._graph, shape, self._choose_draft),
+            functools.partial(step, self._graph, shape, choose),
             donate_argnums=1,
             out_shardings=None if self._state_sharding is None else (self._state_sharding, None),
         )
         plan = self.upload(StepPlan.pack(bucket, self._num_slots))
-        with self._on_mesh():
-            return self._compiled(program.lower(self._params, self.abstract_state, plan))
+        # What a function does that is made elsewhere, or while it runs, its name does not tell.
+        known = choose.__module__.startswith("mmtp_jax.") and "<" not in choose.__qualname__
+        name = (shape, choose.__module__, choose.__qualname__) if known else None
+        return self._compiled(name, program, self._params, self.abstract_state, plan)
 
-    def _compiled(self, lowered: jax.stages.Lowered) -> Any:
-        return lowered.compile(compiler_options=self._compiler_options)
+    def _compiled(self, name: object | None, program: Any, *arguments: Any) -> Any:
+        """`program` for such arguments, which is `name` among those that are kept (None: none)."""
+
+        def build() -> jax.stages.Compiled:
+            with self._on_mesh():
+                lowered = program.lower(*arguments)
+                compiled: jax.stages.Compiled = lowered.compile(self._compiler_options)
+            return compiled
+
+        return build() if name is None else self._kept.get(name, arguments, build)
 
     def _on_mesh(self) -> AbstractContextManager[object]:
         mesh = self._graph.mesh
