@@ -15,6 +15,7 @@ import pytest
 from mmtp_jax.bench.presets import ARCHITECTURES, write_config
 from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.plan import StepPlan
+from mmtp_jax.engine.programs import PRODUCTS
 from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit, initial_state
 from mmtp_jax.engine.step import StepShape, step
 from mmtp_jax.models.model import model_graph
@@ -101,6 +102,7 @@ def compile_step(config: ModelConfig, chunk: int = 0) -> Compiled:
         state,
         StepPlan.pack(bucket, REQUESTS),
         donate=1,
+        options=PRODUCTS,
     )
     return Compiled(report, state, config.vocab_size)
 
@@ -109,7 +111,9 @@ def compile_admission(config: ModelConfig, count: int) -> Compiled:
     """The engine's program for so many requests that enter."""
     state = _state(config, REQUESTS)
     new = AdmissionArrays.empty(state, count)
-    return Compiled(compile_for_h200(admit, state, new, donate=0), state, config.vocab_size)
+    return Compiled(
+        compile_for_h200(admit, state, new, donate=0, options=PRODUCTS), state, config.vocab_size
+    )
 
 
 def _state(config: ModelConfig, num_rows: int) -> EngineState:
