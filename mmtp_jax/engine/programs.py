@@ -36,7 +36,7 @@ CACHED_PROGRAMS_BYTES = 2 << 30
 ADMISSIONS_PER_CALL = 8
 # Requests whose masks travel together.
 MASKS_PER_UPLOAD = 8
-# Products by cuBLAS, none by kernels that XLA generates and tunes: on an H200, steps of SmolLM2 with
+# Products by cuBLAS, none by kernels that XLA generates and tunes: on an H200, SmolLM2's steps with
 # four drafts take 1.13 / 1.47 / 2.55 ms at 8 / 64 / 256 requests instead of 1.14 / 1.76 / 3.19, and
 # a program compiles in 12-15 s instead of 20-23.
 PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
