@@ -5,15 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gguf import GGUFReader
 
 from mmtp_jax.weights.errors import ModelError
 
 
+class _MappedReader(GGUFReader):
+    """Slices the file as a plain array. Every slice of a `memmap` is one itself, and making them
+    is most of what reading a vocabulary of 49,152 words takes (2.2 s; without it 0.7)."""
+
+    @property
+    def data(self) -> np.ndarray:  # type: ignore[override]  # a memmap there
+        return self._bytes
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        self._bytes = mapped.view(np.ndarray)
+
+
 def open_gguf(path: Path) -> GGUFReader:
     """Map a GGUF file into memory; `ModelError` when it is damaged or one part of several."""
     try:
-        reader = GGUFReader(path)
+        reader = _MappedReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
         # The reader has no error of its own: past the end of a file it fails on a view or a shape.
         raise ModelError(f"{path} is truncated or not a GGUF file: {error}") from None
