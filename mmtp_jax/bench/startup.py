@@ -17,7 +17,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mmtp_jax.weights.errors import ModelError
@@ -60,6 +61,16 @@ def startup(model: str, load_format: str, options: Sequence[str]) -> Startup:
 
 
 def _start(command: list[str], environment: dict[str, str]) -> Start:
+    with running(command, environment) as (_, start):
+        return start
+
+
+@contextmanager
+def running(command: list[str], environment: dict[str, str]) -> Iterator[tuple[str, Start]]:
+    """A server that is ready: its address and how it started. It is stopped at the end.
+
+    Raises `ModelError` if it ends before it is ready.
+    """
     begin = time.perf_counter()
     process = subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -85,9 +96,10 @@ def _start(command: list[str], environment: dict[str, str]) -> Start:
                 raise ModelError(f"the server ended before it was ready: {said}")
             reason = _reason(url[0]) if url else "starting"
             if reason is None:
-                return Start(time.perf_counter() - begin, phases)
+                break
             phases.setdefault(reason, time.perf_counter() - begin)
             time.sleep(POLL_SECONDS)
+        yield url[0], Start(time.perf_counter() - begin, phases)
     finally:
         process.terminate()
         process.wait()

@@ -1,0 +1,149 @@
+"""Run by hand, on the machine to measure: whether speculation pays, and where it does not.
+
+One server after the other, each with another number of drafts, gets the same requests through
+`mmtp_jax.bench serving`: every set of prompts, temperature and number of open requests, and at last
+new requests at random times, at a share of what the first server can take. The first is what the
+others are compared with.
+
+    python tests/bench/serving_table.py --out FOLDER --prompts gsm8k_test.jsonl.gz \\
+        mt_bench.jsonl.gz --num-speculative-tokens 0 auto 4 -- --cache-bytes 40000000000
+
+The folder gets every report, `table.json`, `table.md` and, with the extra `plot`, `plot.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mmtp_jax.bench.serving.plot import draw, read_line
+from mmtp_jax.bench.startup import running
+from pallas_kernels.bench.output import run_of
+
+NAMES = {"0": "plain", "auto": "auto"}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True)
+    parser.add_argument("--num-speculative-tokens", nargs="+", default=["0", "auto"])
+    parser.add_argument("--temperatures", nargs="+", default=["0", "1"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--max-tokens", default="256")
+    parser.add_argument("--duration", default="4", help="seconds of each load")
+    parser.add_argument("--rate-share", type=float, default=0.7, help="of the first's requests/s")
+    parser.add_argument("--rate-duration", default="15")
+    parser.add_argument("--warm-up", default="64")
+    parser.add_argument("--processes", default="4", help="of the client")
+    parser.add_argument("server", nargs="*", metavar="OPTION", help="after --: of every server")
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, url: str, label: str, name: str, load: list[str]) -> Any:
+    """The report of one call of `serving`, kept in the folder as `label-name.json`."""
+    file = args.out / f"{label}-{name}.json"
+    command = [sys.executable, "-m", "mmtp_jax.bench", "serving", "--base-url", url]
+    command += ["--label", label, "--json", str(file), "--warm-up", args.warm_up]
+    command += ["--max-tokens", args.max_tokens, "--processes", args.processes, *load]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    return json.loads(file.read_text())
+
+
+def rows(label: str, prompts: str, temperature: str, report: Any) -> list[dict[str, Any]]:
+    """What a report says, as lines of the table."""
+    return [
+        {
+            "drafts": label,
+            "prompts": prompts,
+            "temperature": float(temperature),
+            "load": one["concurrency"] or f"{one['request_rate']:g}/s",
+            "tokens_per_second": round(one["output_tokens_per_second"], 1),
+            "requests_per_second": round(one["requests_per_second"], 2),
+            "requests": one["succeeded"],
+            "failures": one["failures"],
+            "itl_ms": {name: round(one["itl_ms"][name], 3) for name in ("p50", "p90", "p99")},
+            "ttft_ms": {name: round(one["ttft_ms"][name], 1) for name in ("p50", "p90", "p99")},
+            "tokens_per_step": one["acceptance"] and one["acceptance"]["mean_length"],
+            "client_busy": round(one["client_busy"], 3),
+        }
+        for one in report["results"]
+    ]
+
+
+def serve_and_measure(args: argparse.Namespace, number: str, rate: float | None) -> Any:
+    """One server: its start, the lines of the table, and the rate of requests it was given."""
+    label = NAMES.get(number, f"k={number}")
+    command = [sys.executable, "-m", "mmtp_jax.serve", "--port", "0"]
+    command += ["--num-speculative-tokens", number, *args.server]
+    found: list[dict[str, Any]] = []
+    with running(command, dict(os.environ)) as (url, start):
+        print(f"{label}: ready after {start.seconds:.1f} s", file=sys.stderr, flush=True)
+        for prompts in args.prompts:
+            name = prompts.name.split(".")[0]
+            for temperature in args.temperatures:
+                load = ["--dataset", str(prompts), "--temperature", temperature]
+                load += ["--duration", args.duration]
+                load += ["--concurrency", *map(str, args.concurrency)]
+                report = measure(args, url, label, f"{name}-{temperature}", load)
+                found += rows(label, name, temperature, report)
+        if rate is None:
+            most = max(args.concurrency)
+            rate = args.rate_share * next(
+                one["requests_per_second"] for one in found if one["load"] == most
+            )
+        load = ["--dataset", str(args.prompts[0]), "--temperature", args.temperatures[0]]
+        load += ["--duration", args.rate_duration, "--request-rate", f"{rate:.1f}"]
+        report = measure(args, url, label, "rate", load)
+        name = args.prompts[0].name.split(".")[0]
+        found += rows(label, name, args.temperatures[0], report)
+    return start.seconds, found, rate
+
+
+def markdown(table: list[dict[str, Any]]) -> str:
+    """A line for each load; every server's tokens/s and p99, and its ratio to the first's."""
+    labels = list(dict.fromkeys(one["drafts"] for one in table))
+    head = ["prompts", "T", "load", *(f"{label}, tokens/s (p99 ms)" for label in labels)]
+    lines = [head, ["---"] * len(head)]
+    cells: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in table:
+        key = (one["prompts"], f"{one['temperature']:g}", str(one["load"]))
+        cells.setdefault(key, {})[one["drafts"]] = one
+    for key, by_label in cells.items():
+        base = by_label[labels[0]]["tokens_per_second"]
+        line = list(key)
+        for label in labels:
+            one = by_label[label]
+            said = f"{one['tokens_per_second']:,.0f} ({one['itl_ms']['p99']:.1f})"
+            ratio = one["tokens_per_second"] / base
+            line.append(said if label == labels[0] else f"{said} **{ratio:.2f}x**")
+        lines.append(line)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    facts = run_of("python tests/bench/serving_table.py", sys.argv[1:]) | {"start_s": {}}
+    table: list[dict[str, Any]] = []
+    rate = None
+    for number in args.num_speculative_tokens:
+        seconds, found, rate = serve_and_measure(args, number, rate)
+        facts["start_s"][found[0]["drafts"]] = round(seconds, 1)
+        table += found
+        # After each: what was measured stays if the command is cut short.
+        (args.out / "table.json").write_text(json.dumps(facts | {"results": table}, indent=1))
+    first = f"{args.prompts[0].name.split('.')[0]}-{args.temperatures[0]}.json"
+    (args.out / "table.md").write_text(markdown(table))
+    print(markdown(table))
+    lines = [read_line(args.out / f"{label}-{first}") for label in facts["start_s"]]
+    draw(lines, args.out / "plot.png")
+
+
+if __name__ == "__main__":
+    main()
