@@ -105,7 +105,9 @@ class Programs:
         self._params = params
         self._width = width
         self._unroll = unroll
-        self._compiler_options = PRODUCTS | (ONE_BY_ONE if eager else {})
+        options = PRODUCTS if jax.default_backend() == "gpu" else {}
+        # None: with options, jax compiles again what this process has compiled.
+        self._compiler_options = options | (ONE_BY_ONE if eager else {}) or None
         self._choose_draft = choose_draft
         self._num_slots = state.num_slots
         self.abstract_state = jax.tree.map(
