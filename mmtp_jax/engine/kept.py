@@ -68,14 +68,20 @@ def _settings() -> list[tuple[str, str]]:
     return sorted(named.items())
 
 
+class _Found(threading.local):
+    """How many programs jax's own cache has given to this thread."""
+
+    programs = 0
+
+
 @functools.cache
-def _found_by_jax() -> threading.local:
-    """`programs`: how many jax's own cache has given to this thread."""
-    found = threading.local()
+def _found_by_jax() -> _Found:
+    """Counts from the first call on."""
+    found = _Found()
 
     def listen(event: str, **_: object) -> None:
         if event == _FOUND:
-            found.programs = getattr(found, "programs", 0) + 1
+            found.programs += 1
 
     jax.monitoring.register_event_listener(listen)
     return found
@@ -90,6 +96,19 @@ def _described(arguments: Any) -> tuple[str, ...]:
     )
 
 
+def _common(device: jax.Device, facts: object) -> str:
+    """What all programs of a model follow from."""
+    return repr(
+        (
+            source_digest(),
+            [metadata.version(name) for name in ("jax", "jaxlib", "flax")],
+            (device.platform, device.device_kind, device.id, device.client.platform_version),
+            _settings(),
+            facts,
+        )
+    )
+
+
 class KeptPrograms:
     """Programs for one device, of one model.
 
@@ -100,15 +119,8 @@ class KeptPrograms:
     def __init__(self, directory: Path | None, device: jax.Device, facts: object) -> None:
         self._directory = directory
         self._device = device
-        self._facts = repr(
-            (
-                source_digest(),
-                [metadata.version(name) for name in ("jax", "jaxlib", "flax")],
-                (device.platform, device.device_kind, device.id, device.client.platform_version),
-                _settings(),
-                facts,
-            )
-        )
+        # Here, once: programs are asked for by many threads at the same time.
+        self._common = "" if directory is None else _common(device, facts)
 
     def get(
         self, name: object, arguments: tuple[Any, ...], build: Callable[[], jax.stages.Compiled]
@@ -117,21 +129,19 @@ class KeptPrograms:
         built and kept. What cannot be read or written is built."""
         if self._directory is None:
             return build()
-        said = "\n".join((self._facts, repr(name), *_described(arguments)))
+        said = "\n".join((self._common, repr(name), *_described(arguments)))
         path = self._directory / hashlib.sha256(said.encode()).hexdigest()
         try:
-            program = self._load(path)
+            return self._load(path)
         except FileNotFoundError:
             pass
         except Exception as error:  # half of a file, or one of another jax: there are many ways
             logger.warning("cannot load the compiled program %s: %s", path.name, error)
-        else:
-            return program
         found = _found_by_jax()
-        before = getattr(found, "programs", 0)
+        before = found.programs
         program = build()
         # One that was loaded cannot be written down again (on a CPU it lacks its functions then).
-        if getattr(found, "programs", 0) != before:
+        if found.programs != before:
             return program
         try:
             self._keep(path, program)

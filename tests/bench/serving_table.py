@@ -23,7 +23,7 @@ from typing import Any
 
 from mmtp_jax.bench.serving.plot import draw, read_line
 from mmtp_jax.bench.startup import running
-from pallas_kernels.bench.output import run_of
+from pallas_kernels.bench.output import run_of, write_facts
 
 NAMES = {"0": "plain", "auto": "auto"}
 
@@ -76,6 +76,10 @@ def rows(label: str, prompts: str, temperature: str, report: Any) -> list[dict[s
     ]
 
 
+def name_of(prompts: Path) -> str:
+    return prompts.name.split(".")[0]
+
+
 def serve_and_measure(args: argparse.Namespace, number: str, rate: float | None) -> Any:
     """One server: its start, the lines of the table, and the rate of requests it was given."""
     label = NAMES.get(number, f"k={number}")
@@ -85,7 +89,7 @@ def serve_and_measure(args: argparse.Namespace, number: str, rate: float | None)
     with running(command, dict(os.environ)) as (url, start):
         print(f"{label}: ready after {start.seconds:.1f} s", file=sys.stderr, flush=True)
         for prompts in args.prompts:
-            name = prompts.name.split(".")[0]
+            name = name_of(prompts)
             for temperature in args.temperatures:
                 load = ["--dataset", str(prompts), "--temperature", temperature]
                 load += ["--duration", args.duration]
@@ -100,8 +104,7 @@ def serve_and_measure(args: argparse.Namespace, number: str, rate: float | None)
         load = ["--dataset", str(args.prompts[0]), "--temperature", args.temperatures[0]]
         load += ["--duration", args.rate_duration, "--request-rate", f"{rate:.1f}"]
         report = measure(args, url, label, "rate", load)
-        name = args.prompts[0].name.split(".")[0]
-        found += rows(label, name, args.temperatures[0], report)
+        found += rows(label, name_of(args.prompts[0]), args.temperatures[0], report)
     return start.seconds, found, rate
 
 
@@ -137,8 +140,8 @@ def main() -> None:
         facts["start_s"][found[0]["drafts"]] = round(seconds, 1)
         table += found
         # After each: what was measured stays if the command is cut short.
-        (args.out / "table.json").write_text(json.dumps(facts | {"results": table}, indent=1))
-    first = f"{args.prompts[0].name.split('.')[0]}-{args.temperatures[0]}.json"
+        write_facts(args.out / "table.json", facts | {"results": table})
+    first = f"{name_of(args.prompts[0])}-{args.temperatures[0]}.json"
     (args.out / "table.md").write_text(markdown(table))
     print(markdown(table))
     lines = [read_line(args.out / f"{label}-{first}") for label in facts["start_s"]]
