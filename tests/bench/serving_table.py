@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", default="256")
     parser.add_argument("--duration", default="4", help="seconds of each load")
     parser.add_argument("--rate-share", type=float, default=0.7, help="of the first's requests/s")
+    parser.add_argument("--rate", type=float, help="requests/s themselves, to go on with a table")
     parser.add_argument("--rate-duration", default="15")
     parser.add_argument("--warm-up", default="64")
     parser.add_argument("--processes", default="4", help="of the client")
@@ -134,7 +135,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     facts = run_of("python tests/bench/serving_table.py", sys.argv[1:]) | {"start_s": {}}
     table: list[dict[str, Any]] = []
-    rate = None
+    rate = args.rate
     for number in args.num_speculative_tokens:
         seconds, found, rate = serve_and_measure(args, number, rate)
         facts["start_s"][found[0]["drafts"]] = round(seconds, 1)
