@@ -2,9 +2,10 @@
 
 The program of highest expected rate runs until another one is better. Modules that a request does
 not run fall behind, which bounds what it may verify (`most`) until it is restarted; restarts are
-asked for where they pay. What is not tried is not learnt, so new requests verify all drafts at
-first, now and then a request is restarted to do so again, and a few steps go without drafts. All
-this is paid from a small share of the time.
+asked for where they pay. Where prompts keep coming, modules beyond the program's are left out of
+their prefills too. What is not tried is not learnt, so new requests verify all drafts they can at
+first, now and then a request is restarted to try all, and a few steps go without drafts. All this
+is paid from a small share of the time.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class DraftController:
         self._costs_batch = 0
         # Drafts of a request that is admitted now.
         self._typical = num_drafts
+        self.prefill_depth = num_drafts
         self._restarts: list[int] = []
         self._steps_left = 0
         self._plain_left = 0
@@ -98,7 +100,8 @@ class DraftController:
         self._arrivals = 0.0
 
     def admitted(self, slot: int) -> None:
-        """A request, new or restarted, has the slot and was prefilled with all modules."""
+        """A request, new or restarted, has the slot. A restarted one is prefilled with all modules,
+        a new one with `prefill_depth`."""
         self.estimate.reset(slot)
         self._settled[slot] = self._typical
         self._verified[slot] = 0
@@ -192,9 +195,10 @@ class DraftController:
         choice, typical = self._renew(decoding, probabilities, choice)
         if self.program is None:
             # The first requests may try all drafts.
-            deep = self._mixed.deep_seconds(batch * (self._num_drafts + 1))
+            deep = self._deep_seconds(batch * (self._num_drafts + 1))
             self._saved = EXPLORED * (deep - self._mixed.seconds(choice.program))
         changed, self.program = choice.program != self.program, choice.program
+        self.prefill_depth = self._mixed.prefill_depth(choice.program)
         self._settled[slots] = choice.drafts
         self._typical = int(typical.sum()) // batch
         self._batch = batch
@@ -247,13 +251,13 @@ class DraftController:
             if count == 0:
                 return choice, choice.drafts
             rows = len(slots) + int(restart_rows[behind].mean())
-            cost = count * self._mixed.deep_seconds(rows) / self._mixed.seconds(choice.program)
+            cost = count * self._deep_seconds(rows) / self._mixed.seconds(choice.program)
             if gain * RESTART_HORIZON <= cost:
                 return choice, choice.drafts
             first = np.argsort(np.where(behind, -gains, 0.0), kind="stable")
             at_once = max(1, int(RESTART_PART * len(slots)))
             self._ask_for_restart(slots[first[: min(count, at_once)]])
-        elif gain <= RESTART_GAIN - 1:
+        elif gain <= (PROGRAM_GAIN if better.program == self.program else RESTART_GAIN) - 1:
             return choice, choice.drafts
         clipped = np.minimum(better.drafts, most)
         return Choice(better.program, clipped, better.rate), better.drafts
@@ -267,16 +271,17 @@ class DraftController:
         """Let the request that has decoded for longest try all drafts, once that is affordable."""
         slots, most, restart_rows = decoding
         able = (most >= self._num_drafts) | (restart_rows >= 0)
-        if self._restarts or self._to_explore[slots].any() or not able.any():
+        exploring = (self._to_explore[slots] > 0) & (most >= self._num_drafts)
+        if self._restarts or exploring.any() or not able.any():
             return
         assert self.program is not None
         batch = len(slots)
-        deep = self._mixed.deep_seconds(batch + self._num_drafts)
+        deep = self._deep_seconds(batch + self._num_drafts)
         extra = EXPLORED * (deep - self._mixed.seconds(self.program))
         oldest = int(np.argmax(np.where(able, self._verified[slots], -1)))
         restart = 0.0
         if most[oldest] < self._num_drafts:
-            restart = deep + self._mixed.deep_seconds(batch + int(restart_rows[oldest]))
+            restart = deep + self._deep_seconds(batch + int(restart_rows[oldest]))
         if self._saved < restart + extra:
             return
         self._saved -= restart
@@ -291,12 +296,16 @@ class DraftController:
     ) -> Int[np.ndarray, " B"]:
         """`deeper` instead of `drafts`, if that is affordable."""
         assert self.program is not None
-        deep = self._mixed.deep_seconds(len(deeper) + int(deeper.sum()))
-        extra = max(deep - self._mixed.seconds(self.program), 0.0)
+        deep = self._mixed.step_seconds(int(deeper.max()), len(deeper) + int(deeper.sum()))
+        extra = max(deep - self._costs.seconds(self.program), 0.0)
         if self._saved <= 0 < extra:
             return drafts
         self._saved -= extra
         return deeper
+
+    def _deep_seconds(self, rows: int) -> float:
+        """What a step of so many rows takes in which all modules run."""
+        return self._mixed.step_seconds(self._num_drafts, rows)
 
 
 def _tokens(

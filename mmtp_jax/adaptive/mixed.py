@@ -1,7 +1,7 @@
 """What a step costs on average, where some steps also prefill.
 
-A step with rows of prompts runs all modules, whatever is drafted. Where most steps are such, deep
-drafts cost little more than rows.
+Where such steps are few, all modules run in them, and a request is free to draft as deep as it
+likes. Where they are many, only as many modules run as in the other steps.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from mmtp_jax.adaptive.costs import Program, StepCosts
 
 # The share of steps that prefill is an average over about so many steps, and ignored if small.
 MEMORY = 64
-LEAST_SHARE = 0.05
+LEAST_SHARE = 0.02
+# All modules run in prefills if that takes no more than this part of the time.
+FREEDOM = 0.01
 
 
 class MixedCosts:
     """The seconds of `costs`, weighted by what the engine's last steps were."""
 
     def __init__(self, programs: Sequence[Program], num_drafts: int, costs: StepCosts) -> None:
-        self._deepest = sorted(program for program in programs if program.depth >= num_drafts)
+        self._programs = sorted(programs)
+        self._num_drafts = num_drafts
         self._costs = costs
         self._share = 0.0
         self._chunk_rows = 0.0
@@ -31,15 +34,28 @@ class MixedCosts:
 
     def seconds(self, program: Program) -> float:
         """The mean of steps with and without rows of prompts."""
+        return self._mean(program)[0]
+
+    def prefill_depth(self, program: Program) -> int:
+        """The modules that run in prefills where the other steps run in `program`."""
+        return self._mean(program)[1]
+
+    def step_seconds(self, depth: int, rows: int) -> float:
+        """The seconds of a step so deep, in the first program that has so many rows; of several in
+        the last if none has."""
+        fitting = (p for p in self._programs if p.depth >= depth and p.rows >= rows)
+        program = next(fitting, self._programs[-1])
+        return -(-rows // program.rows) * self._costs.seconds(program)
+
+    def _mean(self, program: Program) -> tuple[float, int]:
         alone = self._costs.seconds(program)
         if self._share < LEAST_SHARE:
-            return alone
-        mixed = self.deep_seconds(program.rows + round(self._chunk_rows / self._share))
-        return alone + self._share * (mixed - alone)
-
-    def deep_seconds(self, rows: int) -> float:
-        """The seconds of a step with all modules, in the smallest program of so many rows; of
-        several in the largest if it has not as many."""
-        fitting = (program for program in self._deepest if program.rows >= rows)
-        program = next(fitting, self._deepest[-1])
-        return -(-rows // program.rows) * self._costs.seconds(program)
+            return alone, self._num_drafts
+        rows = program.rows + round(self._chunk_rows / self._share)
+        deep, shallow = (
+            alone + self._share * (self.step_seconds(depth, rows) - alone)
+            for depth in (self._num_drafts, program.depth)
+        )
+        if deep <= shallow + FREEDOM * alone:
+            return deep, self._num_drafts
+        return shallow, program.depth

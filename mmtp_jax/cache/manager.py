@@ -4,7 +4,9 @@ A group is a set of layers with one page pool and one page table per request. It
 target or to the MTP modules, and keeps either every position or those a sliding window still reads.
 Exactness rests on three rules. Target pages are keyed by tokens [0, E), module pages by tokens
 [0, E + N). A page is published when no later step can write it (target: E <= computed; modules:
-also E + N <= committed length) and never changes afterwards. A partly reused page is copied.
+also E + N <= committed length) and never changes afterwards. A partly reused page is copied. Where
+a request leaves modules out for good, its pages are published for the others, and found by requests
+that need no more.
 """
 
 from __future__ import annotations
@@ -117,20 +119,26 @@ class CacheManager:
         """Keys over a request's token list, which may grow; they serve all its admissions."""
         return PrefixKeys(tokens, self.page_size)
 
-    def admit(self, keys: PrefixKeys, *, reuse: bool = True) -> Admission | None:
+    def admit(
+        self, keys: PrefixKeys, *, reuse: bool = True, depth: int | None = None
+    ) -> Admission | None:
         """Start a request on the longest reusable prefix of `keys.tokens`; None if out of pages.
 
-        At least one token is left to compute. Pages that are hit beyond `computed` are shared all
-        the same: that saves pages, and no group writes below its valid length.
+        Only the first `depth` modules will run for it (None: all). At least one token is left to
+        compute. Pages that are hit beyond `computed` are shared all the same: that saves pages, and
+        no group writes below its valid length.
         """
-        search = PrefixSearch(self.groups, self.pools, self.num_modules, keys)
+        depth = self.num_modules if depth is None else depth
+        search = PrefixSearch(self.groups, self.pools, self.num_modules, keys, depth)
         hit = search.run() if self.enable_prefix_caching and reuse else PrefixHit()
         tables = []
         for position, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             restart, num_pages = hit.computed, hit.target_pages
-            if group.owner == "modules":
+            first = num_pages  # no module runs
+            if group.owner == "modules" and depth > 0:
                 restart, num_pages = hit.exact, hit.module_pages
-            first = min(group.first_page_read(restart), num_pages)
+            if group.owner == "target" or depth > 0:
+                first = min(group.first_page_read(restart), num_pages)
             found = [search.page(position, index) for index in range(first, num_pages)]
             shared = [page for page in found if page is not None]
             for page in shared:
@@ -179,21 +187,30 @@ class CacheManager:
         tables.capacity = num_pages * self.page_size
         return entries
 
-    def publish(self, tables: PageTables, computed: int, exact: int) -> None:
+    def publish(
+        self, tables: PageTables, computed: int, exact: int, depth: int | None = None
+    ) -> None:
         """Publish pages that became final.
 
-        `computed` positions are those of a step whose output was read; all modules hold the first
-        `exact` for good: those with N committed tokens after them, once all modules ran there.
+        `computed` positions are those of a step whose output was read; the first `depth` modules
+        (None: all) hold the first `exact` for good, those with N committed tokens after them, and
+        the other modules will not run any more.
         """
         if not self.enable_prefix_caching or computed < tables.final + self.page_size:
             return
         modules, final = self.num_modules, []
+        depth = modules if depth is None else depth
         for group, pool, table in zip(self.groups, self.pools, tables.groups, strict=True):
-            end = computed if group.owner == "target" else min(computed, exact)
+            end, needed = computed, 0
+            if group.owner == "modules":
+                end, needed = min(computed, exact), depth
             num_final = end // self.page_size
             if num_final > table.num_final:
-                for index in range(table.num_final, num_final):
-                    pool.publish(table.pages[index], page_key(group, tables.keys, index, modules))
+                if group.owner == "target" or depth > 0:
+                    # What was left out for long may have been retired meanwhile.
+                    for index in range(max(table.num_final, table.num_retired), num_final):
+                        key = page_key(group, tables.keys, index, modules)
+                        pool.publish(table.pages[index], key, needed)
                 table.num_final = num_final
             final.append(table.num_final)
         tables.final = min(final) * self.page_size

@@ -2,7 +2,8 @@
 
 A page is in exactly one of three states: referenced (count > 0), evictable (published, count 0) or
 free (unpublished, count 0). Page 0 is the null page: it fills unused table entries and is never
-allocated. Eviction happens only inside `allocate`.
+allocated. Eviction happens only inside `allocate`. A page of the modules is published with its
+depth: so many of them, from the first on, have entries there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from mmtp_jax.cache.keys import PageKey
@@ -73,6 +73,7 @@ class PagePool:
         self.num_pages = num_pages
         self._references = [0] * num_pages
         self._keys: list[PageKey | None] = [None] * num_pages
+        self._depths = [0] * num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._published: dict[bytes, dict[tuple[int, ...], int]] = {}
@@ -124,26 +125,37 @@ class PagePool:
             else:
                 self._evictable[page] = None
 
-    def publish(self, page: int, key: PageKey) -> bool:
+    def publish(self, page: int, key: PageKey, depth: int = 0) -> bool:
         """Make a referenced page, whose contents are final, available to `lookup`.
 
-        Returns False and leaves the page unpublished if the key already has a page.
+        It replaces a less deep page of the key. Returns False and leaves the page unpublished if
+        the key already has one as deep.
         """
         if self._references[page] == 0 or self._keys[page] is not None:
             raise ValueError(f"page {page} must be referenced and unpublished")
-        pages = self._published.setdefault(key.prefix, {})
-        if key.lookahead in pages:
-            return False
-        pages[key.lookahead] = page
+        earlier = self._published.get(key.prefix, {}).get(key.lookahead)
+        if earlier is not None:
+            if self._depths[earlier] >= depth:
+                return False
+            self._unpublish(earlier)
+            if earlier in self._evictable:
+                del self._evictable[earlier]
+                self._free.append(earlier)
+        self._published.setdefault(key.prefix, {})[key.lookahead] = page
         self._keys[page] = key
+        self._depths[page] = depth
         return True
 
-    def lookup(self, key: PageKey) -> int | None:
-        return self.candidates(key.prefix).get(key.lookahead)
+    def lookup(self, key: PageKey, depth: int = 0) -> int | None:
+        """The page published under a key, if it is at least so deep."""
+        page = self._published.get(key.prefix, {}).get(key.lookahead)
+        return page if page is not None and self._depths[page] >= depth else None
 
-    def candidates(self, prefix: bytes) -> Mapping[tuple[int, ...], int]:
-        """All published pages of a token prefix, by the tokens that followed it."""
-        return MappingProxyType(self._published.get(prefix, {}))
+    def candidates(self, prefix: bytes, depth: int = 0) -> Mapping[tuple[int, ...], int]:
+        """All published pages of a token prefix that are at least so deep, by the tokens that
+        followed it."""
+        pages = self._published.get(prefix, {}).items()
+        return {lookahead: page for lookahead, page in pages if self._depths[page] >= depth}
 
     def reset_prefix_cache(self) -> None:
         """Forget every published page; referenced ones stay with their owners."""

@@ -38,30 +38,33 @@ def page_key(group: CacheGroup, keys: PrefixKeys, index: int, num_modules: int) 
 
 @dataclass(frozen=True)
 class PrefixSearch:
-    """One search: the groups with their pools, the number of modules N and a request's keys."""
+    """One search: the groups with their pools, the number of modules N, a request's keys, and how
+    many modules are to have entries."""
 
     groups: Sequence[CacheGroup]
     pools: Sequence[PagePool]
     num_modules: int
     keys: PrefixKeys
+    depth: int
 
     def run(self) -> PrefixHit:
         module_pages, exact, sources = self._modules()
         target_pages = self._target(exact)
         computed = self._restart(target_pages, exact)
-        if self.num_modules == 0:
+        if self.depth == 0:
             exact = computed
         return PrefixHit(computed, exact, target_pages, module_pages, sources)
 
     def page(self, group: int, index: int) -> int | None:
         """The published page `index` of a group, or None."""
         key = page_key(self.groups[group], self.keys, index, self.num_modules)
-        return self.pools[group].lookup(key)
+        needed = self.depth if self.groups[group].owner == "modules" else 0
+        return self.pools[group].lookup(key, needed)
 
     def _restart(self, target_pages: int, exact: int) -> int:
         """Modules need the target's hidden states from `exact` on; one token is always computed."""
         computed = target_pages * self.keys.page_size
-        if self.num_modules:
+        if self.depth:
             computed = min(computed, exact)
         return min(computed, len(self.keys.tokens) - 1)
 
@@ -76,7 +79,7 @@ class PrefixSearch:
 
     def _modules(self) -> tuple[int, int, dict[int, int]]:
         """(whole pages, exact length, sources of the partly reused page by group)."""
-        if self.num_modules == 0:
+        if self.depth == 0:
             return 0, 0, {}
         num_pages = max(0, len(self.keys.tokens) - self.num_modules) // self.keys.page_size
         while True:
@@ -120,7 +123,7 @@ class PrefixSearch:
         for position, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             if group.owner != "modules":
                 continue
-            candidates = pool.candidates(prefix)
+            candidates = pool.candidates(prefix, self.depth)
             if not candidates:
                 return {}, 0
             best = max(candidates, key=lambda other: _common_prefix(lookahead, other))

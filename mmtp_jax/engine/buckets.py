@@ -35,16 +35,18 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Spacing:
-    """The fewest rows of a program, and how many times larger the next one is."""
+    """The fewest rows of a program, and how many times larger the next one is; so many times
+    `beyond` the full decode batch is the one that has room for prompts, too."""
 
     least: int
     factor: int
+    beyond: float
 
 
-CPU_SPACING = Spacing(least=1, factor=4)
+CPU_SPACING = Spacing(least=1, factor=4, beyond=4)
 # A step of one row takes longer than one of eight on an H200 (SmolLM2: 0.98 against 0.89 ms): XLA
 # computes products of one row without tensor cores. Compiling is cheap there, rows are not.
-GPU_SPACING = Spacing(least=8, factor=2)
+GPU_SPACING = Spacing(least=8, factor=2, beyond=1.5)
 
 
 def depths_below(num_drafts: int, spacing: Spacing) -> tuple[int, ...]:
@@ -78,7 +80,7 @@ def bucket_sizes(
     largest = rounded(max_num_batched_tokens)
     decode = min(rounded(max_num_seqs * width), largest)
     sizes = {decode, largest}
-    for start, end in ((width, decode), (spacing.factor * decode, largest)):
+    for start, end in ((width, decode), (int(spacing.beyond * decode), largest)):
         size = start
         while rounded(size) < end:
             sizes.add(rounded(size))
@@ -102,7 +104,7 @@ def buckets(
 
     `lookahead` and `ahead` are those of the scheduler. `row_counts` replaces the sizes that
     `bucket_sizes` chooses (but none is below the least). `depths` are numbers of drafts below W - 1
-    that have programs too, for steps in which all requests decode.
+    that have programs too, the largest for chunks of prompts beside requests that decode.
     """
     seqs, most_rows = config.limits
     require(
@@ -125,7 +127,8 @@ def buckets(
 
     found = set()
     for depth in (*depths, width - 1):
-        most = most_rows if depth == width - 1 else min(most_rows, seqs * (depth + 1))
+        decode = seqs * (depth + 1)
+        most = most_rows if depth == width - 1 else min(most_rows, int(spacing.beyond * decode))
         sizes = row_counts or bucket_sizes(seqs, most, depth + 1, config.row_multiple, spacing)
         found |= {made(depth, max(size, spacing.least)) for size in sizes}
     return tuple(sorted(found))

@@ -143,6 +143,7 @@ class EngineCore:
                 min(behind, config.limits.max_num_batched_tokens - width),
             )
             self.scheduler.draft_policy = self._lengths
+            self.scheduler.depth_policy = self._lengths.depth
         self.stats = EngineStats(model.num_drafts)
         self._live: dict[str, Live] = {}
         self._in_flight: deque[InFlight] = deque()

@@ -19,7 +19,8 @@ MOST_USAGE = 0.8
 class DraftLengths:
     """A scheduler's policy: of a request as many drafts are proposed as are verified.
 
-    Modules that are left out come back within `behind` positions, else by a restart.
+    Modules that are left out come back within `behind` positions, else by a restart with all of
+    them.
     """
 
     def __init__(self, controller: DraftController, num_drafts: int, behind: int) -> None:
@@ -31,6 +32,10 @@ class DraftLengths:
         count = self._controller.drafts(request.slot)
         return Drafts(count, count)
 
+    def depth(self, request: Request) -> int:
+        """The modules that run in a prefill."""
+        return self._num_drafts if request.wants_all else self._controller.prefill_depth
+
     def decide(self, scheduler: Scheduler) -> None:
         """Settle the lengths of the next step, and restart requests where that pays."""
         decoding = [request for request in scheduler.running if not request.prefilling]
@@ -38,7 +43,7 @@ class DraftLengths:
         most = [self._most(request) for request in decoding]
         restartable = scheduler.cache.usage <= MOST_USAGE
         rows = [
-            _restart_rows(request, scheduler.cache)
+            self._restart_rows(request, scheduler.cache)
             if restartable and count < self._num_drafts
             else -1
             for request, count in zip(decoding, most, strict=True)
@@ -48,6 +53,7 @@ class DraftLengths:
         if restarts:
             running = {request.slot: request for request in decoding}
             for slot in restarts:
+                running[slot].wants_all = True
                 scheduler.restart(running[slot])
 
     def dispatched(self, step: ScheduledStep) -> None:
@@ -74,8 +80,8 @@ class DraftLengths:
             most -= 1
         return most
 
-
-def _restart_rows(request: Request, cache: CacheManager) -> int:
-    """Rows that a restart prefills."""
-    cached = request.exact if request.reuses_prefix and cache.enable_prefix_caching else 0
-    return request.max_computed - cached
+    def _restart_rows(self, request: Request, cache: CacheManager) -> int:
+        """Rows that a restart prefills, at most: what all modules hold is found again."""
+        reuses = request.reuses_prefix and cache.enable_prefix_caching
+        held = request.exact if reuses and request.depth >= cache.num_modules else 0
+        return request.max_computed - held

@@ -11,6 +11,9 @@ from typing import Literal, NamedTuple
 from mmtp_jax.cache.keys import PrefixKeys
 from mmtp_jax.cache.manager import Admission, PageTables
 
+# Further behind than any module comes back from.
+LOST = 1 << 30
+
 type FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -62,10 +65,11 @@ class Request:
     preemption and at the end: output of an earlier one is dropped. `in_flight`: its parts of the
     steps that are dispatched and not read. `proposed` drafts come from the newest of these, or came
     from the last; `held` from the newest step that was read: modules beyond had run over the first
-    `left[m]` positions when they ran last. `exact` positions are those that all modules hold for
-    good. `reuses_prefix` False computes every position, `max_chunk` bounds the rows of its prefill
-    chunks. `awaits_result` keeps it out of a step while one that samples is unread: what the step
-    is told depends on what came out.
+    `left[m]` positions when they ran last. Modules from `depth` on were left out for too long and
+    do not run again; the others hold `exact` positions for good. `wants_all` lets all modules run
+    in its next prefill, `reuses_prefix` False computes every position, `max_chunk` bounds the rows
+    of its prefill chunks. `awaits_result` keeps it out of a step while one that samples is unread:
+    what the step is told depends on what came out.
     """
 
     request_id: str
@@ -80,6 +84,7 @@ class Request:
     computed: int = 0
     prefill_end: int = 0
     num_cached_tokens: int = 0
+    wants_all: bool = False
     reuses_prefix: bool = True
     max_chunk: int | None = None
     awaits_result: bool = False
@@ -89,6 +94,7 @@ class Request:
     proposed: int = 0
     held: int = 0
     left: list[int] = field(default_factory=list)
+    depth: int = 0
     exact: int = 0
     keys: PrefixKeys | None = None
     tables: PageTables | None = None
@@ -137,20 +143,25 @@ class Request:
 
     def behind(self, num_drafts: int) -> int:
         """Positions below `max_computed`, at most, that the modules for so many drafts must run
-        over because some of them were left out of the newest step; 0 if none was."""
+        over because some of them were left out of the newest step; 0 if none was, `LOST` if one
+        does not run any more."""
         modules = min(num_drafts, len(self.left))
+        if modules > self.depth:
+            return LOST
         if modules <= self.proposed:
             return 0
-        left = self.computed if modules <= self.held else self.left[modules - 1]
-        return self.max_computed - max(left - (modules - 1), 0)
+        if modules <= self.held:
+            return self.max_computed - max(self.computed - (modules - 1), 0)
+        return self.max_computed - self._resumes(modules)
 
     @property
     def prefilling(self) -> bool:
         """Whether tokens known at admission are still to be scheduled."""
         return self.computed + self.rows_in_flight < self.prefill_end
 
-    def start(self, slot: int, admission: Admission, num_modules: int) -> None:
-        """Run from an admission, whose reused tokens are counted for the first incarnation."""
+    def start(self, slot: int, admission: Admission, num_modules: int, depth: int) -> None:
+        """Run from an admission, whose reused tokens are counted for the first incarnation, with
+        the first `depth` modules."""
         self.status = RequestStatus.RUNNING
         self.slot = slot
         self.tables = admission.tables
@@ -158,6 +169,7 @@ class Request:
         self.prefill_end = self.length
         self.held = num_modules
         self.left = [admission.computed] * num_modules
+        self.depth = depth
         self.exact = admission.exact
         if self.incarnation == 0:
             self.num_cached_tokens = admission.computed
@@ -169,8 +181,9 @@ class Request:
         self.rows_in_flight += row.num_rows
         self.samples_in_flight += row.samples
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Take over the oldest step in flight: it emitted `token_ids`."""
+    def advance(self, token_ids: Sequence[int], behind: int) -> None:
+        """Take over the oldest step in flight: it emitted `token_ids`. Modules that are more than
+        `behind` positions behind do not run again."""
         row = self.in_flight.popleft()
         self.rows_in_flight -= row.num_rows
         self.samples_in_flight -= row.samples
@@ -179,10 +192,23 @@ class Request:
             self.left[module] = self.computed
         self.held = row.num_drafts
         self.computed = len(self.tokens) - 1 if row.samples else self.computed + row.num_rows
-        if row.num_drafts >= len(self.left):
+        if row.num_drafts < self.depth:
+            self._lose_modules(behind)
+        if row.num_drafts >= self.depth:
             # After a prefix hit more may be held than this step says.
             exact = min(self.computed, len(self.tokens) - len(self.left))
             self.exact = max(self.exact, exact)
+
+    def _lose_modules(self, behind: int) -> None:
+        """Leave out for good what is too far behind, and does not come back in a step in flight."""
+        coming = max([row.num_drafts for row in self.in_flight], default=0)
+        least = max(self.held, coming)
+        while self.depth > least and self.computed - self._resumes(self.depth) > behind:
+            self.depth -= 1
+
+    def _resumes(self, depth: int) -> int:
+        """The first position that so many modules run over if the last was left out."""
+        return max(self.left[depth - 1] - (depth - 1), 0)
 
     def wait(self) -> None:
         """Back to waiting, without slot and cache entries."""

@@ -79,10 +79,11 @@ class Scheduler:
     """First come, first served: `waiting` and `running` are in order of arrival, and all of
     `running` arrived before what waits, restarts aside.
 
-    `chunk_policy(request, limit)` may choose prefill chunks of 1..limit rows, and
-    `draft_policy(request)` the numbers of drafts to verify and to propose for one that decodes
-    (0..num_speculative_tokens; a prefill always proposes as many as it can). It proposes fewer
-    while modules that were left out are too far behind, or the step has no rows for them.
+    `chunk_policy(request, limit)` may choose prefill chunks of 1..limit rows, `draft_policy` the
+    numbers of drafts to verify and to propose for a request that decodes
+    (0..num_speculative_tokens), and `depth_policy` how many modules run in the prefill of one that
+    is admitted (all: as many as there are or more). Fewer are proposed while modules that were left
+    out are too far behind, or the step has no rows for them.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Scheduler:
         cache: CacheManager,
         chunk_policy: Callable[[Request, int], int] | None = None,
         draft_policy: Callable[[Request], Drafts] | None = None,
+        depth_policy: Callable[[Request], int] | None = None,
     ) -> None:
         require(
             config.max_num_batched_tokens >= cache.num_modules,
@@ -115,11 +117,6 @@ class Scheduler:
         # What every step looks up for every request.
         self._all_drafts = Drafts(config.num_speculative_tokens, config.num_speculative_tokens)
         self._num_modules = cache.num_modules
-        self._deepest = [
-            bucket
-            for bucket in config.buckets
-            if bucket.num_drafts == config.num_speculative_tokens
-        ]
         # Rows of prompts that a step has at least, until none are left.
         self._chunk_rows = 0
         self._arrivals = 0
@@ -127,6 +124,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs))
         self._chunk_policy = chunk_policy
         self.draft_policy = draft_policy
+        self.depth_policy = depth_policy
 
     @property
     def has_requests(self) -> bool:
@@ -205,8 +203,16 @@ class Scheduler:
         least = max(-(-left // PREFILL_STEPS), self._num_modules)
         self._chunk_rows = max(self._chunk_rows, least)
         if plan.requests:
-            rows = plan.cost + self._chunk_rows
-            fitting = (bucket.num_rows for bucket in self._deepest if bucket.num_rows >= rows)
+            drafts = [row.num_drafts for row in plan.requests.values()]
+            drafts += [self._prefill_drafts(request.depth) for request in prefilling]
+            if self.waiting and self._free_slots:
+                drafts.append(self._prefill_drafts(self._depth(self.waiting[0])))
+            rows, deepest = plan.cost + self._chunk_rows, max(drafts)
+            fitting = (
+                bucket.num_rows
+                for bucket in self.config.buckets
+                if bucket.num_drafts >= deepest and bucket.num_rows >= rows
+            )
             plan.budget = min(plan.budget, next(fitting, plan.budget + plan.cost) - plan.cost)
 
     def _bucket(self, requests: Sequence[ScheduledRequest], cost: int) -> Bucket:
@@ -232,10 +238,10 @@ class Scheduler:
         Returns whether the request ended.
         """
         request = row.request
-        request.advance(token_ids)
+        request.advance(token_ids, self.cache.behind)
         tables, computed = request.tables, request.computed
         assert tables is not None
-        self.cache.publish(tables, computed, request.exact)
+        self.cache.publish(tables, computed, request.exact, request.depth)
         self.cache.retire(tables, computed)
         if finish_reason is None:
             if len(request.tokens) < request.limit:
@@ -273,7 +279,7 @@ class Scheduler:
             chunk = min(chunk, request.max_chunk)
         if chunk > 0 and self._chunk_policy is not None:
             chunk = self._chunk_policy(request, chunk)
-        return _Part(chunk, self.config.num_speculative_tokens, max(chunk, self._num_modules))
+        return _Part(chunk, self._prefill_drafts(request.depth), max(chunk, request.depth))
 
     def _window(self, request: Request, plan: _Plan) -> _Part:
         """The newest token of a request that decodes, with drafts."""
@@ -341,10 +347,11 @@ class Scheduler:
         assert request.keys is not None
         if plan.budget < max(self.cache.num_modules, 1):
             return False
-        admission = self.cache.admit(request.keys, reuse=request.reuses_prefix)
+        depth = self._depth(request)
+        admission = self.cache.admit(request.keys, reuse=request.reuses_prefix, depth=depth)
         if admission is None:
             return False
-        request.start(self._free_slots[0], admission, self._num_modules)
+        request.start(self._free_slots[0], admission, self._num_modules, depth)
         part = self._part(request, plan)
         if part is None or not self._add(request, part, plan):
             self.cache.free(admission.tables)
@@ -355,6 +362,16 @@ class Scheduler:
         bisect.insort(self.running, request, key=_ARRIVAL)
         plan.admissions.append(ScheduledAdmission(request.slot, request, admission))
         return True
+
+    def _depth(self, request: Request) -> int:
+        """The modules that run in the prefill of a request that is admitted now."""
+        if self.depth_policy is None:
+            return self._num_modules
+        return min(self.depth_policy(request), self._num_modules)
+
+    def _prefill_drafts(self, depth: int) -> int:
+        """The drafts that a prefill with so many modules proposes."""
+        return self.config.num_speculative_tokens if depth >= self._num_modules else depth
 
     def _preempt(self, request: Request, plan: _Plan) -> None:
         """Take a running request's pages and slot, and its rows if it has some in this step."""

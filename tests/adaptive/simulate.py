@@ -2,7 +2,8 @@
 
 Decoding requests verify the drafts that they hold and run as many modules as they are told;
 modules that do not run fall behind, and beyond `WINDOW` positions only a restart helps: the text is
-prefilled again, with all modules, and one token follows. A step that prefills runs all modules.
+prefilled again, with all modules, and one token follows. New requests are prefilled with as many as
+the controller says, or as the fixed number.
 What a step emitted is observed one step late, as in the engine. Stalls and noise are in what the
 controller is told; `tokens` and `seconds` are expectations, so that short runs can be compared.
 """
@@ -18,8 +19,10 @@ N = 8
 SLOTS = 256
 WINDOW = 2 * (N + 1)
 PROMPT = 128
+# What modules hold that never come back.
+NEVER = -(1 << 30)
 # Rows of a step that prompts may fill.
-MOST_ROWS = SLOTS * (N + 1)
+MOST_ROWS = SLOTS * (N + 1) * 3 // 2
 
 # SmolLM2-135M on one H200: milliseconds per step by batch, without drafts (8, 8, 64 and 256 rows)
 # and with eight of each request (9, 72, 576 and 2304 rows).
@@ -49,6 +52,7 @@ def _programs() -> tuple[Program, ...]:
     for depth in (0, 1, 2, 4, 8):
         full = SLOTS * (depth + 1)
         made += [Program(depth, 8 << i) for i in range(9) if 8 << i < full] + [Program(depth, full)]
+        made += [Program(depth, 3 * full // 2)]
     return tuple(made)
 
 
@@ -98,6 +102,7 @@ class Simulation:
         self._decoding = np.zeros(SLOTS, bool)
         self._computed = np.full(SLOTS, PROMPT)
         self._exact = np.full((SLOTS, N), PROMPT)
+        self._restarted = np.zeros(SLOTS, bool)
         self._end = np.zeros(SLOTS, np.int64)
         self._held = np.full(SLOTS, self.fixed)
         self._to_prefill: list[int] = []
@@ -108,7 +113,7 @@ class Simulation:
         if length is not None:
             self._end[:load] = PROMPT + self.rng.integers(1, length + 1, load)
         for slot in range(load):
-            self._admit(slot)
+            self._admit(slot, self.fixed)
 
     def set_rates(self, rates: np.ndarray | float) -> None:
         by_slot = np.broadcast_to(np.asarray(rates, float), SLOTS)
@@ -140,18 +145,25 @@ class Simulation:
         self._computed[slot] = PROMPT
         if self.length is not None:
             self._end[slot] = PROMPT + self.length
-        self._wait(slot)
+        self._wait(slot, restart=False)
 
-    def _wait(self, slot: int) -> None:
+    def _wait(self, slot: int, *, restart: bool) -> None:
         self._decoding[slot] = False
+        self._restarted[slot] = restart
         self._to_prefill.append(slot)
 
-    def _admit(self, slot: int) -> None:
-        """A request was prefilled and emitted its next token."""
+    def _prefill_depth(self, slot: int) -> int:
+        """Modules that run in the prefill of a request."""
+        if self.controller is None or self._restarted[slot]:
+            return self.fixed
+        return self.controller.prefill_depth
+
+    def _admit(self, slot: int, depth: int) -> None:
+        """A request was prefilled with so many modules and emitted its next token."""
         self._decoding[slot] = True
         self._computed[slot] += 1
-        self._exact[slot] = self._computed[slot]
-        self._held[slot] = self.fixed
+        self._exact[slot] = np.where(np.arange(N) < depth, self._computed[slot], NEVER)
+        self._held[slot] = depth
         if self.controller is not None:
             self.controller.admitted(slot)
 
@@ -159,15 +171,16 @@ class Simulation:
         slots = np.flatnonzero(self._decoding)
         drafts = self._drafts(slots)
         prefilled, chunk_rows = self._prefill(len(slots) + int(drafts.sum()))
-        depth = N if prefilled else int(drafts.max(initial=0))
+        depths = [self._prefill_depth(slot) for slot in prefilled]
+        depth = max([int(drafts.max(initial=0)), *depths])
         program = smallest(depth, len(slots) + int(drafts.sum()) + chunk_rows)
         seconds = step_seconds(program, len(slots) + len(prefilled))
         self.seconds += seconds
         self._tell(program, seconds, chunk_rows)
         self._decode(slots, drafts)
         self.tokens += len(prefilled)
-        for slot in prefilled:
-            self._admit(slot)
+        for slot, modules in zip(prefilled, depths, strict=True):
+            self._admit(slot, modules)
         if self.length is not None:
             for slot in slots[self._computed[slots] >= self._end[slots]]:
                 self._start(int(slot))
@@ -175,7 +188,7 @@ class Simulation:
             for slot in self.controller.restarts():
                 if self._decoding[slot]:
                     self.num_restarts += 1
-                    self._wait(slot)
+                    self._wait(slot, restart=True)
 
     def _drafts(self, slots: np.ndarray) -> np.ndarray:
         if self.controller is None:

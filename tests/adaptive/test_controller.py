@@ -63,6 +63,27 @@ def test_it_is_about_as_fast_as_the_best_fixed_number(load: int, rates: np.ndarr
     assert rate >= 0.95 * best
 
 
+@pytest.mark.parametrize(
+    ("load", "rates"),
+    [
+        pytest.param(load, rates, marks=() if (load, rates) == (64, 0.0) else pytest.mark.slow)
+        for load in (1, 8, 64, 256)
+        for rates in (0.0, 0.3, 0.6, 0.8, 0.9)
+    ],
+)
+def test_so_it_is_where_prompts_keep_coming(load: int, rates: float) -> None:
+    """Their prefills leave out modules that do not pay."""
+
+    def rate(drafts: DraftController | int) -> float:
+        simulation = Simulation(load, rates, drafts, length=190, seed=1)
+        simulation.run(300)
+        return simulation.run(300)
+
+    plain, found = rate(0), rate(new_controller())
+    assert found >= 0.98 * plain
+    assert found >= 0.93 * max(plain, *(rate(drafts) for drafts in (1, 2, 4, 8)))
+
+
 def test_a_hopeless_model_costs_next_to_nothing() -> None:
     controller = new_controller()
     rate = Simulation(2, 0.0, controller, seed=2).run(1200)
@@ -87,14 +108,18 @@ def test_programs_do_not_alternate(load: int, rates: np.ndarray | float) -> None
 
 
 def test_it_recovers_from_another_load() -> None:
-    simulation = Simulation(256, 0.6, new_controller(), length=200, seed=4)
-    simulation.run(200)
-    simulation.set_load(8)
-    simulation.run(100)
-    assert simulation.run(200) >= 0.93 * Simulation(8, 0.6, 2, length=200, seed=4).run(400)
-    simulation.set_load(256)
-    simulation.run(100)
-    assert simulation.run(200) >= 0.93 * Simulation(256, 0.6, 2, length=200, seed=4).run(400)
+    def rates(drafts: DraftController | int) -> list[float]:
+        simulation = Simulation(256, 0.6, drafts, length=200, seed=4)
+        simulation.run(200)
+        found = []
+        for load in (8, 256):
+            simulation.set_load(load)
+            simulation.run(100)
+            found.append(simulation.run(200))
+        return found
+
+    for found, fixed in zip(rates(new_controller()), rates(2), strict=True):
+        assert found >= 0.93 * fixed
 
 
 @pytest.mark.parametrize(

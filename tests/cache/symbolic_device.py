@@ -82,7 +82,9 @@ class SymbolicDevice:
         self.most_rows = 0  # of the latest step, the target's or the modules'
         self._snapshots: dict[tuple[int, int], tuple[object, object]] = {}
 
-    def admit(self, slot: int, tokens: Sequence[int], limit: int, admission: Admission) -> None:
+    def admit(
+        self, slot: int, tokens: Sequence[int], limit: int, depth: int, admission: Admission
+    ) -> None:
         for copy in admission.copies:
             assert copy.source != copy.destination
             self.num_copies += 1
@@ -100,14 +102,14 @@ class SymbolicDevice:
         )
         self.slots[slot] = state
         assert 0 <= admission.computed < len(tokens)
-        if self._modules:
+        if depth:
             assert admission.computed <= admission.exact
         symbols = self.language.prefixes(tokens)
         for g, valid in enumerate(state.valid):
             assert admission.computed <= valid
             is_target = self.cache.groups[g].owner == "target"
             first = admission.computed if is_target else admission.exact
-            self._check_reads(state, g, symbols, min(first, valid), valid)
+            self._check_reads(state, g, symbols, min(first, valid), valid, depth)
 
     def step(
         self,
@@ -230,6 +232,8 @@ class SymbolicDevice:
     ) -> None:
         """What queries from `first` on read below `end`: of the target, or the first modules."""
         group = self.cache.groups[g]
+        if group.owner == "modules" and count == 0:
+            return
         oldest = 0 if group.window is None else max(0, first - (group.window - 1))
         for q in range(oldest, end):
             entry = self._read(state, g, q)

@@ -38,24 +38,27 @@ class Runner:
         self.cache = cache
         self.device = SymbolicDevice(cache, Language(), random.Random(seed))
 
-    def start(self, tokens: list[int], slot: int = 0) -> Admission:
-        admission = self.cache.admit(self.cache.prefix_keys(tokens))
+    def start(self, tokens: list[int], slot: int = 0, depth: int | None = None) -> Admission:
+        depth = self.cache.num_modules if depth is None else depth
+        admission = self.cache.admit(self.cache.prefix_keys(tokens), depth=depth)
         assert admission is not None
-        self.device.admit(slot, tokens, len(tokens) + 1, admission)
+        self.device.admit(slot, tokens, len(tokens) + 1, depth, admission)
         self.cache.assert_consistent()
         return admission
 
-    def run(self, tokens: list[int]) -> Admission:
-        """Compute all of `tokens`, publish them and free the pages."""
-        admission = self.start(tokens)
+    def run(self, tokens: list[int], depth: int | None = None) -> Admission:
+        """Compute all of `tokens` with so many modules (None: all), publish them and free the
+        pages."""
+        depth = self.cache.num_modules if depth is None else depth
+        admission = self.start(tokens, depth=depth)
         entries = self.cache.reserve(admission.tables, len(tokens))
         assert entries is not None
         num_rows = len(tokens) - admission.computed
         capacity = admission.tables.capacity
         modules = self.cache.num_modules
-        emitted = self.device.step(0, num_rows, modules, capacity, entries)
+        emitted = self.device.step(0, num_rows, depth, capacity, entries)
         assert len(emitted) == 1
-        self.cache.publish(admission.tables, len(tokens), len(tokens) - modules)
+        self.cache.publish(admission.tables, len(tokens), len(tokens) - modules, depth)
         self.device.check_published()
         self.cache.retire(admission.tables, len(tokens))
         self.cache.free(admission.tables)
@@ -269,6 +272,20 @@ def test_deep_pages_are_evicted_first() -> None:
     assert runner.start(list(range(8)), slot=2).computed == 6
 
 
+def test_pages_are_found_by_requests_that_need_no_more_modules() -> None:
+    tokens = list(range(20))
+    for published in range(4):
+        for needed in range(4):
+            runner = Runner(make_cache(3, 4))
+            runner.run(tokens, depth=published)
+            again = runner.run(tokens, depth=needed)
+            reused = 19 if needed == 0 else 16 if needed <= published else 0
+            assert again.computed == reused
+            # What was computed with more modules replaces what it repeats.
+            most = max(published, needed)
+            assert runner.run(tokens, depth=most).computed == (16 if most else 19)
+
+
 def test_without_prefix_caching_nothing_is_reused() -> None:
     runner = Runner(make_cache(2, 4, prefix_caching=False))
     for _ in range(2):
@@ -312,7 +329,12 @@ def test_impossible_groups_are_refused(
     windows=st.sampled_from([(None,), (4,), (None, 3, 9)]),
     spare=st.sampled_from([0, 2, 30]),
     prompts=st.lists(
-        st.tuples(st.integers(0, 9), st.integers(0, 40), st.lists(st.integers(0, 1), min_size=1)),
+        st.tuples(
+            st.integers(0, 9),
+            st.integers(0, 40),
+            st.lists(st.integers(0, 1), min_size=1),
+            st.integers(0, 8),
+        ),
         min_size=2,
         max_size=10,
     ),
@@ -322,13 +344,14 @@ def test_hits_hold_what_the_request_would_compute(
     page_size: int,
     windows: tuple[int | None, ...],
     spare: int,
-    prompts: list[tuple[int, int, list[int]]],
+    prompts: list[tuple[int, int, list[int], int]],
 ) -> None:
-    """Prompts branch off earlier ones anywhere; the device compares all reused entries."""
+    """Prompts branch off earlier ones anywhere and leave some modules out; the device compares all
+    reused entries."""
     runner = Runner(make_cache(num_modules, page_size, -(-48 // page_size) + spare, windows))
     texts: list[list[int]] = []
-    for source, shared, new in prompts:
+    for source, shared, new, depth in prompts:
         prefix = texts[source % len(texts)][:shared] if texts else [0, 1, 0, 0, 1, 1, 0, 1] * 5
         texts.append((prefix + new)[:48])
-        runner.run(texts[-1])
+        runner.run(texts[-1], min(depth, num_modules))
     assert all(pool.num_referenced == 0 for pool in runner.cache.pools)

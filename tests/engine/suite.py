@@ -182,6 +182,8 @@ def check_random_history(engine: Harness, data: st.DataObject) -> None:
         return Drafts(int(rng.integers(0, count + 1)), propose)
 
     engine.drafts = draft
+    modules = engine.model.num_modules
+    engine.depth = lambda request: int(rng.choice([modules, rng.integers(0, modules + 1)]))
     engine.chunk = lambda request, limit: int(rng.integers(1, limit + 1))
     expected = {}
     for seed in range(data.draw(st.integers(1, 4))):

@@ -107,3 +107,23 @@ def test_requests_of_a_step_have_lengths_of_their_own(engine: Harness) -> None:
     for name in texts:
         drafted = [delta.drafted for delta in engine.deltas if delta.request_id == name]
         assert max(drafted[2:]) == int(name[-1]) % (count + 1)
+
+
+def test_prefills_with_some_modules_serve_requests_that_need_no_more(engine: Harness) -> None:
+    """Pages hold what ran; who needs more computes them again, for the others too."""
+    engine.reset()
+    modules, count = engine.model.num_modules, engine.model.num_drafts
+    ids = prompt(14)
+    reused, drafted = {}, {}
+    for depth in (1, 1, modules, modules, 1, 0):
+        engine.depth = lambda request, depth=depth: depth
+        engine.deltas.clear()
+        assert engine.generate(ids, limited(12)) == list(engine.text(ids, 12))
+        first = engine.deltas[0]
+        reused.setdefault(depth, []).append(first.num_cached_tokens)
+        drafted[depth] = max(delta.drafted for delta in engine.deltas)
+    assert reused[1][0] == 0 < reused[1][1] <= reused[1][2]
+    if modules > 1:
+        assert reused[modules][:2] == [0, reused[1][2]]
+    assert reused[0][0] >= reused[1][-1]
+    assert drafted == {0: 0, 1: 1 if modules > 1 else count, modules: count}

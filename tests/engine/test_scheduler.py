@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from mmtp_jax.cache import manager, prefix
 from mmtp_jax.cache.keys import PageKey, PrefixKeys
 from mmtp_jax.cache.manager import CacheGroup, CacheManager, PageTables
+from mmtp_jax.cache.pool import PagePool
 from mmtp_jax.cache.prefix import PrefixSearch
 from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig
 from mmtp_jax.engine.buckets import CPU_SPACING, Bucket, buckets, depths_below
@@ -109,11 +110,15 @@ class Server:
             propose = rng.choice([rng.randint(0, count), request.proposed]) if adaptive else count
             return Drafts(rng.randint(0, count), propose)
 
+        def prefilled(request: Request) -> int:
+            return rng.choice([cache.num_modules, rng.randint(0, cache.num_modules)])
+
         self.scheduler = Scheduler(
             self.config,
             cache,
             chunk_policy=(lambda request, limit: rng.randint(1, limit)) if vary else None,
             draft_policy=draft if vary or adaptive else None,
+            depth_policy=prefilled if adaptive else None,
         )
         self.language = Language(stop_every)
         self.device = SymbolicDevice(cache, self.language, rng)
@@ -142,7 +147,9 @@ class Server:
             request = admission.request
             if request.incarnation == 0:
                 self.first_starts.append(request.arrival)
-            self.device.admit(admission.slot, request.tokens, request.limit, admission.admission)
+            self.device.admit(
+                admission.slot, request.tokens, request.limit, request.depth, admission.admission
+            )
         cost = sum(max(row.num_rows, self.cache.num_modules) for row in step.requests)
         if not self.adaptive:
             assert step.bucket == min(b for b in self.config.buckets if b.num_rows >= cost)
@@ -156,7 +163,8 @@ class Server:
         num_rows = 0
         for row in step.requests:
             assert row.num_rows >= 1 and row.num_drafts <= step.bucket.num_drafts
-            assert not row.request.prefilling or row.num_drafts == self.cache.num_modules
+            assert row.num_drafts <= row.request.depth
+            assert not row.request.prefilling or row.num_drafts == row.request.depth
             unread = sum(step.samples for step in row.request.in_flight)
             assert row.request.length + unread <= row.request.limit, "a row that cannot emit"
             if row.request.awaits_result:
@@ -312,7 +320,8 @@ def publish_one_module_position_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (manager, prefix):
         monkeypatch.setattr(module, "page_key", key)
-    monkeypatch.setattr(CacheManager, "publish", lambda *args: publish(*args[:3], args[3] + 1))
+    early = lambda *args: publish(*args[:3], args[3] + 1, *args[4:])  # noqa: E731
+    monkeypatch.setattr(CacheManager, "publish", early)
 
 
 def share_the_copy_source(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,9 +369,33 @@ def publish_what_left_out_modules_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         CacheManager,
         "publish",
-        lambda cache, tables, computed, exact: publish(
-            cache, tables, computed, len(tables.keys.tokens) - cache.num_modules
+        lambda cache, tables, computed, exact, depth: publish(
+            cache, tables, computed, len(tables.keys.tokens) - cache.num_modules, depth
         ),
+    )
+
+
+def publish_lost_modules_as_if_they_had_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = CacheManager.publish
+    monkeypatch.setattr(CacheManager, "publish", lambda *args: publish(*args[:4]))
+
+
+def lose_no_module_but_publish_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is left out comes back and writes pages that were published without it."""
+
+    def lose(request: Request, behind: int) -> None:
+        request.exact = max(request.exact, request.computed - len(request.left))
+
+    monkeypatch.setattr(Request, "_lose_modules", lose)
+    publish = CacheManager.publish
+    monkeypatch.setattr(CacheManager, "publish", lambda *args: publish(*args[:4], 1))
+
+
+def find_pages_of_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookup, candidates = PagePool.lookup, PagePool.candidates
+    monkeypatch.setattr(PagePool, "lookup", lambda pool, key, depth=0: lookup(pool, key))
+    monkeypatch.setattr(
+        PagePool, "candidates", lambda pool, prefix, depth=0: candidates(pool, prefix)
     )
 
 
@@ -382,6 +415,9 @@ def reserve_for_known_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:
         reserve_for_known_positions_only,
         run_modules_that_are_too_far_behind,
         publish_what_left_out_modules_lack,
+        publish_lost_modules_as_if_they_had_run,
+        lose_no_module_but_publish_the_others,
+        find_pages_of_any_depth,
     ],
 )
 def test_the_simulation_notices_a_broken_rule(
