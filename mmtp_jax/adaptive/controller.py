@@ -82,7 +82,7 @@ class DraftController:
         # By slot: drafts as decided and of the next step, verifications since the admission (or
         # since it was asked for a restart), and those left in which all drafts are tried.
         self._settled = np.zeros(num_slots, np.int64)
-        self._next = self._settled
+        self._next = self._settled.tolist()
         self._verified = np.zeros(num_slots, np.int64)
         self._to_explore = np.zeros(num_slots, np.int64)
         # The number of requests at the last decision, and when what programs took began to count.
@@ -156,17 +156,13 @@ class DraftController:
             exploring = self._to_explore[slots] > 0
             if exploring.any():
                 drafts = self._explore(drafts, np.where(exploring, most, drafts))
-        self._next = self._settled.copy()
-        self._next[slots] = drafts
+        settled = self._settled.copy()
+        settled[slots] = drafts
+        self._next = settled.tolist()
 
     def drafts(self, slot: int) -> int:
         """Drafts to verify of a request in the next step."""
-        return int(self._next[slot])
-
-    @property
-    def all_drafts(self) -> Int64[np.ndarray, " R"]:
-        """`drafts` of every slot."""
-        return self._next
+        return self._next[slot]
 
     def restarts(self) -> list[int]:
         """Slots whose requests ought to be prefilled again; each is named once."""

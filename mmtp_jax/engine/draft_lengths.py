@@ -27,10 +27,10 @@ class DraftLengths:
         self._controller = controller
         self._num_drafts = num_drafts
         self._behind = behind
+        self._drafts = [Drafts(count, count) for count in range(num_drafts + 1)]
 
     def __call__(self, request: Request) -> Drafts:
-        count = self._controller.drafts(request.slot)
-        return Drafts(count, count)
+        return self._drafts[self._controller.drafts(request.slot)]
 
     def depth(self, request: Request) -> int:
         """The modules that run in a prefill."""
@@ -40,7 +40,10 @@ class DraftLengths:
         """Settle the lengths of the next step, and restart requests where that pays."""
         decoding = [request for request in scheduler.running if not request.prefilling]
         slots = [request.slot for request in decoding]
-        most = [self._most(request) for request in decoding]
+        modules = [request.most_modules(self._behind) for request in decoding]
+        # Fewer modules than there are have a draft each.
+        all_modules = scheduler.cache.num_modules
+        most = [self._num_drafts if count >= all_modules else count for count in modules]
         restartable = scheduler.cache.usage <= MOST_USAGE
         rows = [
             self._restart_rows(request, scheduler.cache)
@@ -72,13 +75,6 @@ class DraftLengths:
         """A step took so long."""
         chunk_rows = sum(row.num_rows for row in requests if row.prefills)
         self._controller.took(bucket.program, seconds, chunk_rows)
-
-    def _most(self, request: Request) -> int:
-        """The most drafts that a request's modules can propose now."""
-        most = self._num_drafts
-        while request.behind(most) > self._behind:
-            most -= 1
-        return most
 
     def _restart_rows(self, request: Request, cache: CacheManager) -> int:
         """Rows that a restart prefills, at most: what all modules hold is found again."""

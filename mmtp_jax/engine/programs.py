@@ -36,10 +36,11 @@ CACHED_PROGRAMS_BYTES = 2 << 30
 ADMISSIONS_PER_CALL = 8
 # Requests whose masks travel together.
 MASKS_PER_UPLOAD = 8
-# Products by cuBLAS, none by kernels that XLA generates and tunes: on an H200, SmolLM2's steps with
-# four drafts take 1.13 / 1.47 / 2.55 ms at 8 / 64 / 256 requests instead of 1.14 / 1.76 / 3.19, and
-# a program compiles in 12-15 s instead of 20-23.
-PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
+# Products of so many rows are computed by cuBLAS, those of fewer by kernels that XLA generates and
+# tunes. On an H200, generated / cuBLAS: llama3-8b at 1, 16 and 64 rows 4.28 / 4.69, 4.73 / 4.90 and
+# 7.02 / 6.78 ms per step; SmolLM2 with four drafts at 40, 320 and 1,280 rows 1.14 / 1.13,
+# 1.76 / 1.47 and 3.19 / 2.55.
+CUBLAS_ROWS = 64
 # What keeps XLA from recording kernels in CUDA graphs.
 ONE_BY_ONE = {"xla_gpu_enable_command_buffer": ""}
 
@@ -81,6 +82,11 @@ def _set_masks(
     return dataclasses.replace(state, sampling=sampling)
 
 
+def product_options(num_rows: int) -> dict[str, Any]:
+    """XLA's options for a program of so many rows on a GPU."""
+    return {"xla_gpu_enable_triton_gemm": num_rows < CUBLAS_ROWS}
+
+
 def _name(bucket: Bucket) -> str:
     return f"step of {bucket.num_rows} rows and {bucket.num_drafts} drafts"
 
@@ -105,9 +111,7 @@ class Programs:
         self._params = params
         self._width = width
         self._unroll = unroll
-        options = PRODUCTS if jax.default_backend() == "gpu" else {}
-        # None: with options, jax compiles again what this process has compiled.
-        self._compiler_options = options | (ONE_BY_ONE if eager else {}) or None
+        self._eager = eager
         self._choose_draft = choose_draft
         self._num_slots = state.num_slots
         self.abstract_state = jax.tree.map(
@@ -124,7 +128,7 @@ class Programs:
         self._collecting: dict[Bucket, Any] = {}
         directory = directory_of_kept_programs() if graph.mesh is None else None
         (device, *_) = jax.tree.leaves(self.abstract_state)[0].sharding.device_set
-        self._kept = KeptPrograms(directory, device, (graph.config, self._compiler_options))
+        self._kept = KeptPrograms(directory, device, (graph.config, eager))
         self.buckets = buckets
         jobs: dict[str, Callable[[], Any]] = {
             _name(bucket): functools.partial(self._compile_step, bucket)
@@ -194,12 +198,13 @@ class Programs:
 
     def _compile(self, function: Callable[..., EngineState], *arguments: Any) -> Any:
         program = jax.jit(function, donate_argnums=0, out_shardings=self._state_sharding)
-        return self._compiled(function.__qualname__, program, self.abstract_state, *arguments)
+        name = function.__qualname__
+        return self._compiled(name, 0, program, self.abstract_state, *arguments)
 
     def _compile_logprobs(self) -> Any:
         program = jax.jit(functools.partial(row_logprobs, self._graph))
         arguments = (self._params, self.abstract_state, np.int32(0))
-        return self._compiled(row_logprobs.__qualname__, program, *arguments)
+        return self._compiled(row_logprobs.__qualname__, CUBLAS_ROWS, program, *arguments)
 
     def _compile_step(self, bucket: Bucket, collect: bool = False) -> Any:
         shape = StepShape(
@@ -220,15 +225,21 @@ class Programs:
         # What a function does that is made elsewhere, or while it runs, its name does not tell.
         known = choose.__module__.startswith("mmtp_jax.") and "<" not in choose.__qualname__
         name = (shape, choose.__module__, choose.__qualname__) if known else None
-        return self._compiled(name, program, self._params, self.abstract_state, plan)
+        return self._compiled(
+            name, bucket.num_rows, program, self._params, self.abstract_state, plan
+        )
 
-    def _compiled(self, name: object | None, program: Any, *arguments: Any) -> Any:
-        """`program` for such arguments, which is `name` among those that are kept (None: none)."""
+    def _compiled(self, name: object | None, num_rows: int, program: Any, *arguments: Any) -> Any:
+        """`program`, of so many rows, for such arguments; `name` tells it from the others that are
+        kept (None: it is not)."""
+        options = product_options(num_rows) if jax.default_backend() == "gpu" else {}
+        options |= ONE_BY_ONE if self._eager else {}
 
         def build() -> jax.stages.Compiled:
             with self._on_mesh():
                 lowered = program.lower(*arguments)
-                compiled: jax.stages.Compiled = lowered.compile(self._compiler_options)
+                # None: with options, jax compiles again what this process has compiled.
+                compiled: jax.stages.Compiled = lowered.compile(options or None)
             return compiled
 
         return build() if name is None else self._kept.get(name, arguments, build)

@@ -154,6 +154,14 @@ class Request:
             return self.max_computed - max(self.computed - (modules - 1), 0)
         return self.max_computed - self._resumes(modules)
 
+    def most_modules(self, behind: int) -> int:
+        """The modules, from the first on, that can run in the next step because none is more than
+        `behind` positions behind."""
+        modules = self.depth
+        while modules > self.proposed and self.behind(modules) > behind:
+            modules -= 1
+        return modules
+
     @property
     def prefilling(self) -> bool:
         """Whether tokens known at admission are still to be scheduled."""

@@ -71,6 +71,10 @@ def new_controller() -> DraftController:
     return DraftController(SLOTS, N, PROGRAMS, StepCosts(measured()))
 
 
+def drafts_of(controller: DraftController, slots: np.ndarray) -> np.ndarray:
+    return np.array([controller.drafts(slot) for slot in slots.tolist()], np.int64)
+
+
 def smallest(depth: int, rows: int) -> Program:
     """The program that a step with so deep drafts and so many rows runs in."""
     fitting = (p for p in PROGRAMS if p.depth >= depth and p.rows >= rows)
@@ -196,7 +200,7 @@ class Simulation:
         most, before = self.most(slots), self.controller.program
         self.controller.decide(slots, most, self._computed[slots])
         self.num_switches += before not in (None, self.controller.program)
-        drafts = self.controller.all_drafts[slots]
+        drafts = drafts_of(self.controller, slots)
         assert (drafts <= most).all()
         return drafts
 

@@ -10,6 +10,7 @@ from adaptive.simulate import (
     SLOTS,
     N,
     Simulation,
+    drafts_of,
     measured,
     new_controller,
     smallest,
@@ -155,8 +156,8 @@ def test_new_requests_try_all_drafts_at_first() -> None:
         controller.observed(slots, all_of, np.zeros(4, np.int64))
     for _ in range(INTERVAL):
         controller.decide(slots, all_of, 0 * slots)
-        controller.observed(slots, controller.all_drafts[slots], np.zeros(4, np.int64))
-    assert (controller.all_drafts[slots] < N).all()
+        controller.observed(slots, drafts_of(controller, slots), np.zeros(4, np.int64))
+    assert (drafts_of(controller, slots) < N).all()
 
 
 def test_drafts_never_exceed_what_a_request_is_able_to() -> None:
@@ -168,7 +169,7 @@ def test_drafts_never_exceed_what_a_request_is_able_to() -> None:
     for _ in range(PLAIN_INTERVAL):
         most = rng.integers(0, N + 1, 16)
         controller.decide(slots, most, 0 * slots)
-        drafts = controller.all_drafts[slots]
+        drafts = drafts_of(controller, slots)
         assert (drafts <= most).all()
         controller.observed(slots, drafts, drafts)
         controller.took(Program(N, 256), 2e-3)

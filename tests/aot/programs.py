@@ -15,7 +15,7 @@ import pytest
 from mmtp_jax.bench.presets import ARCHITECTURES, write_config
 from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.plan import StepPlan
-from mmtp_jax.engine.programs import PRODUCTS
+from mmtp_jax.engine.programs import product_options
 from mmtp_jax.engine.state import AdmissionArrays, EngineState, admit, initial_state
 from mmtp_jax.engine.step import StepShape, step
 from mmtp_jax.models.model import model_graph
@@ -102,7 +102,7 @@ def compile_step(config: ModelConfig, chunk: int = 0) -> Compiled:
         state,
         StepPlan.pack(bucket, REQUESTS),
         donate=1,
-        options=PRODUCTS,
+        options=product_options(num_rows),
     )
     return Compiled(report, state, config.vocab_size)
 
@@ -112,7 +112,9 @@ def compile_admission(config: ModelConfig, count: int) -> Compiled:
     state = _state(config, REQUESTS)
     new = AdmissionArrays.empty(state, count)
     return Compiled(
-        compile_for_h200(admit, state, new, donate=0, options=PRODUCTS), state, config.vocab_size
+        compile_for_h200(admit, state, new, donate=0, options=product_options(0)),
+        state,
+        config.vocab_size,
     )
 
 

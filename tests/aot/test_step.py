@@ -27,14 +27,15 @@ MIB = 1 << 20
 @dataclass(frozen=True)
 class Program:
     """What to compile, and the scratch memory it may take (a quarter more than it did when
-    written; cuBLAS asks for up to 32 MiB of it, by the size of the products)."""
+    written; cuBLAS, which computes the products of more rows than "decode" has, asks for up to
+    32 MiB of it)."""
 
     compile: Callable[[], Compiled]
     temp: float
 
 
 PROGRAMS = {
-    "decode": Program(lambda: compile_step(smollm2(3, 0)), 6.9 * MIB),
+    "decode": Program(lambda: compile_step(smollm2(3, 0)), 4.1 * MIB),
     "windows of eight modules": Program(lambda: compile_step(smollm2(2, 8)), 37 * MIB),
     "windows and a chunk": Program(lambda: compile_step(smollm2(2, 2), chunk=512), 47 * MIB),
     "inkling": Program(lambda: compile_step(inkling()), 16 * MIB),
@@ -90,7 +91,7 @@ def test_few_kernels_per_layer(compiled: Compiled) -> None:
     names = [thunk.name or thunk.kind for thunk in compiled.report.thunks]
     attention = [i for i, name in enumerate(names) if name.startswith("ragged_paged_attention")]
     between = names[attention[-2] + 1 : attention[-1]]
-    products = [name for name in between if name == "kCublasLtMatmul"]
+    products = [name for name in between if name.startswith("gemm")]
     assert len(products) == 4, between
     assert len(between) - len(products) <= 5, between
 
