@@ -1,12 +1,12 @@
 """Run by hand, on the machine to measure: whether speculation pays, and where it does not.
 
-One server after the other, each with another number of drafts, gets the same requests through
-`mmtp_jax.bench serving`: every set of prompts, temperature and number of open requests, and at last
-new requests at random times, at a share of what the first server can take. The first is what the
-others are compared with.
+Servers with different numbers of drafts get the same requests through `mmtp_jax.bench serving`, in
+turns: every set of prompts, temperature and number of open requests, and new requests at random
+times, at a share of what the first server can take. The first is what the others are compared with.
+All are started before, one after the other, with caches that fit the device together.
 
     python tests/bench/serving_table.py --out FOLDER --prompts gsm8k_test.jsonl.gz \\
-        mt_bench.jsonl.gz --num-speculative-tokens 0 auto 4 -- --cache-bytes 40000000000
+        mt_bench.jsonl.gz --num-speculative-tokens 0 auto 4 -- --cache-bytes 30000000000
 
 The folder gets every report, `table.json`, `table.md` and, with the extra `plot`, `plot.png`.
 """
@@ -18,6 +18,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", default="256")
     parser.add_argument("--duration", default="4", help="seconds of each load")
     parser.add_argument("--rate-share", type=float, default=0.7, help="of the first's requests/s")
-    parser.add_argument("--rate", type=float, help="requests/s themselves, to go on with a table")
     parser.add_argument("--rate-duration", default="15")
     parser.add_argument("--warm-up", default="64")
     parser.add_argument("--processes", default="4", help="of the client")
@@ -81,32 +82,35 @@ def name_of(prompts: Path) -> str:
     return prompts.name.split(".")[0]
 
 
-def serve_and_measure(args: argparse.Namespace, number: str, rate: float | None) -> Any:
-    """One server: its start, the lines of the table, and the rate of requests it was given."""
-    label = NAMES.get(number, f"k={number}")
-    command = [sys.executable, "-m", "mmtp_jax.serve", "--port", "0"]
-    command += ["--num-speculative-tokens", number, *args.server]
-    found: list[dict[str, Any]] = []
-    with running(command, dict(os.environ)) as (url, start):
-        print(f"{label}: ready after {start.seconds:.1f} s", file=sys.stderr, flush=True)
-        for prompts in args.prompts:
-            name = name_of(prompts)
-            for temperature in args.temperatures:
-                load = ["--dataset", str(prompts), "--temperature", temperature]
-                load += ["--duration", args.duration]
-                load += ["--concurrency", *map(str, args.concurrency)]
-                report = measure(args, url, label, f"{name}-{temperature}", load)
-                found += rows(label, name, temperature, report)
-        if rate is None:
+@contextmanager
+def serving(args: argparse.Namespace) -> Iterator[tuple[dict[str, str], dict[str, float]]]:
+    """All servers: their addresses and the seconds until each was ready, by label."""
+    urls: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    with ExitStack() as stack:
+        for number in args.num_speculative_tokens:
+            label = NAMES.get(number, f"k={number}")
+            command = [sys.executable, "-m", "mmtp_jax.serve", "--port", "0"]
+            command += ["--num-speculative-tokens", number, *args.server]
+            urls[label], start = stack.enter_context(running(command, dict(os.environ)))
+            seconds[label] = round(start.seconds, 1)
+            print(f"{label}: ready after {start.seconds:.1f} s", file=sys.stderr, flush=True)
+        yield urls, seconds
+
+
+def runs(args: argparse.Namespace, table: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """The runs of every server: a set of prompts, a temperature, and the options of the load. The
+    rate depends on what the `table` says by then."""
+    for index, prompts in enumerate(args.prompts):
+        for temperature in args.temperatures:
+            closed = ["--duration", args.duration, "--concurrency", *map(str, args.concurrency)]
+            yield str(prompts), temperature, "closed", *closed
+        if index == 0:
             most = max(args.concurrency)
-            rate = args.rate_share * next(
-                one["requests_per_second"] for one in found if one["load"] == most
-            )
-        load = ["--dataset", str(args.prompts[0]), "--temperature", args.temperatures[0]]
-        load += ["--duration", args.rate_duration, "--request-rate", f"{rate:.1f}"]
-        report = measure(args, url, label, "rate", load)
-        found += rows(label, name_of(args.prompts[0]), args.temperatures[0], report)
-    return start.seconds, found, rate
+            rate = next(one["requests_per_second"] for one in table if one["load"] == most)
+            rate = f"{args.rate_share * rate:.1f}"
+            load = ["--duration", args.rate_duration, "--request-rate", rate]
+            yield str(prompts), args.temperatures[0], "rate", *load
 
 
 def markdown(table: list[dict[str, Any]]) -> str:
@@ -133,20 +137,22 @@ def markdown(table: list[dict[str, Any]]) -> str:
 def main() -> None:
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
-    facts = run_of("python tests/bench/serving_table.py", sys.argv[1:]) | {"start_s": {}}
+    facts = run_of("python tests/bench/serving_table.py", sys.argv[1:])
     table: list[dict[str, Any]] = []
-    rate = args.rate
-    for number in args.num_speculative_tokens:
-        seconds, found, rate = serve_and_measure(args, number, rate)
-        facts["start_s"][found[0]["drafts"]] = round(seconds, 1)
-        table += found
-        # After each: what was measured stays if the command is cut short.
-        write_facts(args.out / "table.json", facts | {"results": table})
-    first = f"{name_of(args.prompts[0])}-{args.temperatures[0]}.json"
-    (args.out / "table.md").write_text(markdown(table))
+    with serving(args) as (urls, seconds):
+        facts["start_s"] = seconds
+        for prompts, temperature, kind, *load in runs(args, table):
+            name = name_of(Path(prompts))
+            load += ["--dataset", prompts, "--temperature", temperature]
+            for label, url in urls.items():
+                report = measure(args, url, label, f"{name}-{temperature}-{kind}", load)
+                table += rows(label, name, temperature, report)
+            # After each: what was measured stays if the command is cut short.
+            write_facts(args.out / "table.json", facts | {"results": table})
+            (args.out / "table.md").write_text(markdown(table))
     print(markdown(table))
-    lines = [read_line(args.out / f"{label}-{first}") for label in facts["start_s"]]
-    draw(lines, args.out / "plot.png")
+    first = f"{name_of(args.prompts[0])}-{args.temperatures[0]}-closed.json"
+    draw([read_line(args.out / f"{label}-{first}") for label in urls], args.out / "plot.png")
 
 
 if __name__ == "__main__":
