@@ -119,9 +119,12 @@ class DraftController:
         self._verified[slots] += 1
         self._to_explore[slots] -= self._to_explore[slots] > 0
 
-    def took(self, program: Program, seconds: float, chunk_rows: int = 0) -> None:
-        """A step of `program` took so long; `chunk_rows` of its rows were of prompts."""
-        self._costs.observe(program, seconds)
+    def took(
+        self, program: Program, seconds: float, chunk_rows: int = 0, waited: bool = True
+    ) -> None:
+        """A step of `program` took so long, and the host `waited` for the device or not;
+        `chunk_rows` of its rows were of prompts."""
+        self._costs.observe(program, seconds, waited)
         self._mixed.count(chunk_rows)
         self._arrivals *= 1 - 1 / RESTART_HORIZON
         if self.program is not None:

@@ -1,7 +1,9 @@
 """What a step costs: seconds by program, measured at warm-up and corrected while the engine runs.
 
 A warm-up measures programs with empty batches. Real steps take longer: each program is corrected by
-what it took lately, the others by what their neighbours took.
+what it took lately, the others by what their neighbours took. A step takes as long as the device
+needs for its program or as the host needs for any step, whichever is longer: the one that was
+waited for is known then, of the other that it is no slower.
 """
 
 from __future__ import annotations
@@ -71,25 +73,37 @@ class StepCosts:
             for program in measured
         }
         self._own: dict[Program, _Median] = {}
+        self._host: _Median | None = None
         self._guesses: dict[Program, float] = {}
         self._steps = 0
 
-    def observe(self, program: Program, seconds: float) -> None:
-        """A step of `program` took so long."""
-        expected = self.seconds(program)
+    def observe(self, program: Program, seconds: float, waited: bool = True) -> None:
+        """A step of `program` took so long, and the host `waited` for the device or not."""
+        expected = self._on_device(program)
         self._steps += 1
-        if not self._is_recent(program):
-            self._own[program] = _Median(expected)
-        self._own[program].add(seconds, self._steps)
-        self._guesses.clear()
+        if waited or seconds < expected:
+            if not self._is_recent(program):
+                self._own[program] = _Median(expected)
+            self._own[program].add(seconds, self._steps)
+            self._guesses.clear()
+        if self._host is None and not waited:
+            self._host = _Median(seconds)
+        if self._host is not None and (not waited or seconds < self._host.value):
+            self._host.add(seconds, self._steps)
 
     def forget(self) -> None:
-        """Go back to the warm-up's figures: what programs took says little any more."""
+        """Go back to the warm-up's figures: what steps took says little any more."""
         self._own.clear()
         self._guesses.clear()
+        self._host = None
 
     def seconds(self, program: Program) -> float:
         """What a step of `program` takes now; ValueError if no program of its depth is measured."""
+        host = 0.0 if self._host is None else self._host.value
+        return max(self._on_device(program), host)
+
+    def _on_device(self, program: Program) -> float:
+        """What the device needs for a step of `program`."""
         if self._is_recent(program):
             return self._own[program].value
         if program not in self._guesses:

@@ -262,9 +262,10 @@ class EngineCore:
 
     def _read(self, step: InFlight) -> list[TokenDelta]:
         batch = step.batch
+        waited = not step.is_done
         answer = step.output.result()
         output = answer.unpack(len(batch.requests))
-        self._took(step)
+        self._took(step, waited)
         logprobs = None if step.logprobs is None else jax.device_get(step.logprobs.result())
         deltas = []
         verified: list[tuple[int, int, int]] = []
@@ -320,11 +321,12 @@ class EngineCore:
             self._lengths.verified(verified)
         return deltas
 
-    def _took(self, step: InFlight) -> None:
+    def _took(self, step: InFlight, waited: bool) -> None:
         """Note what a step took that came right after the one read before."""
         now = time.perf_counter()
         if self._lengths is not None and step.dispatched <= self._last_read:
-            self._lengths.took(step.bucket, step.batch.requests, now - self._last_read)
+            seconds = now - self._last_read
+            self._lengths.took(step.bucket, step.batch.requests, seconds, waited)
         self._last_read = now
 
     def _taken(

@@ -71,10 +71,12 @@ class DraftLengths:
             slots, drafted, accepted = np.array(rows, np.int64).T
             self._controller.observed(slots, drafted, accepted)
 
-    def took(self, bucket: Bucket, requests: Sequence[ScheduledRequest], seconds: float) -> None:
-        """A step took so long."""
+    def took(
+        self, bucket: Bucket, requests: Sequence[ScheduledRequest], seconds: float, waited: bool
+    ) -> None:
+        """A step took so long, and the host `waited` for the device or not."""
         chunk_rows = sum(row.num_rows for row in requests if row.prefills)
-        self._controller.took(bucket.program, seconds, chunk_rows)
+        self._controller.took(bucket.program, seconds, chunk_rows, waited)
 
     def _restart_rows(self, request: Request, cache: CacheManager) -> int:
         """Rows that a restart prefills, at most: what all modules hold is found again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -68,3 +69,11 @@ class InFlight:
     output: Future[StepOutput]
     logprobs: Future[RowLogprobs] | None
     dispatched: float
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has answered, so that reading it takes no waiting."""
+        if not self.output.done():
+            return False
+        packed: Any = self.output.result().packed  # is_ready is not declared
+        return bool(packed.is_ready())
