@@ -52,8 +52,8 @@ def test_chunks_draw_what_all_rows_at_once_draw(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_gpu_has_more_programs_and_none_of_few_rows() -> None:
     assert bucket_sizes(64, 1024, 1, 1, CPU_SPACING) == (1, 4, 16, 64, 256, 1024)
-    assert bucket_sizes(64, 1024, 1, 1, GPU_SPACING) == (8, 16, 32, 64, 96, 192, 384, 768, 1024)
-    assert bucket_sizes(8, 512, 9, 1, GPU_SPACING) == (9, 18, 36, 72, 108, 216, 432, 512)
+    assert bucket_sizes(64, 1024, 1, 1, GPU_SPACING) == (8, 32, 64, 96, 192, 384, 768, 1024)
+    assert bucket_sizes(8, 512, 9, 1, GPU_SPACING) == (9, 36, 72, 108, 216, 432, 512)
     config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=1)
     (bucket,) = buckets(
         config, num_modules=0, width=1, num_groups=1, row_counts=(1,), spacing=GPU_SPACING
