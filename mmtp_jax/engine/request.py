@@ -145,6 +145,8 @@ class Request:
         """Positions below `max_computed`, at most, that the modules for so many drafts must run
         over because some of them were left out of the newest step; 0 if none was, `LOST` if one
         does not run any more."""
+        if num_drafts <= self.proposed:
+            return 0
         modules = min(num_drafts, len(self.left))
         if modules > self.depth:
             return LOST
@@ -196,16 +198,18 @@ class Request:
         self.rows_in_flight -= row.num_rows
         self.samples_in_flight -= row.samples
         self.tokens.extend(token_ids)
-        for module in range(row.num_drafts, min(self.held, len(self.left))):
-            self.left[module] = self.computed
+        if row.num_drafts < self.held:
+            for module in range(row.num_drafts, min(self.held, len(self.left))):
+                self.left[module] = self.computed
         self.held = row.num_drafts
         self.computed = len(self.tokens) - 1 if row.samples else self.computed + row.num_rows
         if row.num_drafts < self.depth:
             self._lose_modules(behind)
         if row.num_drafts >= self.depth:
-            # After a prefix hit more may be held than this step says.
             exact = min(self.computed, len(self.tokens) - len(self.left))
-            self.exact = max(self.exact, exact)
+            # After a prefix hit more may be held than this step says.
+            if exact > self.exact:
+                self.exact = exact
 
     def _lose_modules(self, behind: int) -> None:
         """Leave out for good what is too far behind, and does not come back in a step in flight."""

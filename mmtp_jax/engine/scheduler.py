@@ -286,8 +286,12 @@ class Scheduler:
         verify, propose = self._all_drafts
         if self.draft_policy is not None:
             verify, propose = self.draft_policy(request)
-            verify = min(verify, request.proposed)
-        num_rows = min(verify + 1, request.limit - request.min_length)
+            if verify > request.proposed:
+                verify = request.proposed
+        num_rows = verify + 1
+        left = request.limit - request.min_length
+        if num_rows > left:
+            num_rows = left
         behind = request.behind(propose)
         if behind and (behind > self.cache.behind or num_rows + behind > plan.budget):
             propose, behind = request.proposed, 0
