@@ -73,7 +73,8 @@ class StepCosts:
             for program in measured
         }
         self._own: dict[Program, _Median] = {}
-        self._host: _Median | None = None
+        # Nothing, until steps took longer than the device.
+        self._host = _Median(0.0)
         self._guesses: dict[Program, float] = {}
         self._steps = 0
 
@@ -86,21 +87,18 @@ class StepCosts:
                 self._own[program] = _Median(expected)
             self._own[program].add(seconds, self._steps)
             self._guesses.clear()
-        if self._host is None and not waited:
-            self._host = _Median(seconds)
-        if self._host is not None and (not waited or seconds < self._host.value):
+        if not waited or seconds < self._host.value:
             self._host.add(seconds, self._steps)
 
     def forget(self) -> None:
         """Go back to the warm-up's figures: what steps took says little any more."""
         self._own.clear()
         self._guesses.clear()
-        self._host = None
+        self._host = _Median(0.0)
 
     def seconds(self, program: Program) -> float:
         """What a step of `program` takes now; ValueError if no program of its depth is measured."""
-        host = 0.0 if self._host is None else self._host.value
-        return max(self._on_device(program), host)
+        return max(self._on_device(program), self._host.value)
 
     def _on_device(self, program: Program) -> float:
         """What the device needs for a step of `program`."""

@@ -68,6 +68,37 @@ def test_what_was_seen_long_ago_is_forgotten() -> None:
     assert costs.seconds(LARGE) == 2.0
 
 
+def test_where_nobody_waits_for_the_device_all_steps_take_what_the_host_takes() -> None:
+    costs = StepCosts(MEASURED)
+    for _ in range(20):
+        costs.observe(SMALL, 2.4, waited=False)
+    assert [costs.seconds(program) for program in MEASURED] == [2.4, 2.4, 3.0]
+    costs.forget()
+    assert costs.seconds(SMALL) == 1.0
+
+
+def test_one_stall_of_the_host_changes_nothing() -> None:
+    costs = StepCosts(MEASURED)
+    costs.observe(SMALL, 300.0, waited=False)
+    assert costs.seconds(SMALL) == 1.0
+    for _ in range(20):
+        costs.observe(SMALL, 1.4, waited=False)
+    costs.observe(SMALL, 300.0, waited=False)
+    assert costs.seconds(SMALL) == 1.4
+
+
+def test_a_quick_step_tells_that_both_are_quick() -> None:
+    costs = StepCosts(MEASURED)
+    for _ in range(20):
+        costs.observe(SMALL, 2.4, waited=False)
+    for _ in range(20):
+        costs.observe(DEEP, 2.0)
+    assert costs.seconds(DEEP) == costs.seconds(SMALL) == 2.0
+    for _ in range(20):
+        costs.observe(DEEP, 1.5, waited=False)
+    assert costs.seconds(DEEP) == 1.5
+
+
 def test_it_can_forget() -> None:
     costs = StepCosts(MEASURED)
     costs.observe(LARGE, 4.0)
