@@ -46,7 +46,7 @@ class DraftLengths:
         most = [self._num_drafts if count >= all_modules else count for count in modules]
         restartable = scheduler.cache.usage <= MOST_USAGE
         rows = [
-            self._restart_rows(request, scheduler.cache)
+            _restart_rows(request, scheduler.cache)
             if restartable and count < self._num_drafts
             else -1
             for request, count in zip(decoding, most, strict=True)
@@ -78,8 +78,9 @@ class DraftLengths:
         chunk_rows = sum(row.num_rows for row in requests if row.prefills)
         self._controller.took(bucket.program, seconds, chunk_rows, waited)
 
-    def _restart_rows(self, request: Request, cache: CacheManager) -> int:
-        """Rows that a restart prefills, at most: what all modules hold is found again."""
-        reuses = request.reuses_prefix and cache.enable_prefix_caching
-        held = request.exact if reuses and request.depth >= cache.num_modules else 0
-        return request.max_computed - held
+
+def _restart_rows(request: Request, cache: CacheManager) -> int:
+    """Rows that a restart prefills, at most: what all modules hold is found again."""
+    reuses = request.reuses_prefix and cache.enable_prefix_caching
+    held = request.exact if reuses and request.depth >= cache.num_modules else 0
+    return request.max_computed - held
