@@ -35,7 +35,8 @@ from mmtp_jax.engine.logprobs import PromptCollector, taken_logprobs
 from mmtp_jax.engine.plan import HostOutput, RowLogprobs, StepOutput
 from mmtp_jax.engine.programs import Progress
 from mmtp_jax.engine.request import Drafts, FinishReason, Request, ScheduledRequest
-from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler
+from mmtp_jax.engine.scheduled import ScheduledStep
+from mmtp_jax.engine.scheduler import Scheduler
 from mmtp_jax.engine.scheduler_config import SchedulerConfig
 from mmtp_jax.engine.sizes import behind_of, cache_groups
 from mmtp_jax.engine.stats import EngineStats

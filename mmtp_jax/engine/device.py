@@ -23,7 +23,7 @@ from mmtp_jax.engine.live import Batch, Live
 from mmtp_jax.engine.plan import RowLogprobs, StepOutput, StepPlan
 from mmtp_jax.engine.programs import ADMISSIONS_PER_CALL, Programs, Progress
 from mmtp_jax.engine.request import ScheduledRequest
-from mmtp_jax.engine.scheduler import ScheduledAdmission
+from mmtp_jax.engine.scheduled import ScheduledAdmission
 from mmtp_jax.engine.state import AdmissionArrays, EngineState, initial_state, state_sharding
 from mmtp_jax.engine.step import Chooser
 from mmtp_jax.models.model import ModelGraph, Params

@@ -10,7 +10,8 @@ from mmtp_jax.adaptive.controller import DraftController
 from mmtp_jax.cache.manager import CacheManager
 from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.request import Drafts, Request, ScheduledRequest
-from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler
+from mmtp_jax.engine.scheduled import ScheduledStep
+from mmtp_jax.engine.scheduler import Scheduler
 
 # A request that is restarted needs its pages again. Where so many are in use it might not get them.
 MOST_USAGE = 0.8

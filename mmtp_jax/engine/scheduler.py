@@ -13,12 +13,10 @@ import bisect
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import NamedTuple
 
-from mmtp_jax.cache.manager import Admission, CacheManager
+from mmtp_jax.cache.manager import CacheManager
 from mmtp_jax.config import require
 from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.request import (
@@ -28,51 +26,13 @@ from mmtp_jax.engine.request import (
     RequestStatus,
     ScheduledRequest,
 )
+from mmtp_jax.engine.scheduled import Part, ScheduledAdmission, ScheduledStep, StepSoFar
 from mmtp_jax.engine.scheduler_config import SchedulerConfig
 
 _ARRIVAL = attrgetter("arrival")
 
 # Beside requests that decode, prompts take so many steps, or fewer where rows are to spare.
 PREFILL_STEPS = 4
-
-
-@dataclass(frozen=True)
-class ScheduledAdmission:
-    """A request that takes over a slot before the step's rows run."""
-
-    slot: int
-    request: Request
-    admission: Admission
-
-
-@dataclass(frozen=True)
-class ScheduledStep:
-    """A step to dispatch: admissions in order, then all rows in one program."""
-
-    admissions: tuple[ScheduledAdmission, ...]
-    requests: tuple[ScheduledRequest, ...]
-    bucket: Bucket
-
-
-class _Part(NamedTuple):
-    """What a step gives a request, and the rows of the program that it costs."""
-
-    num_rows: int
-    num_drafts: int
-    cost: int
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step being put together."""
-
-    budget: int
-    reserves_ahead: bool
-    cost: int = 0
-    preempted: bool = False
-    admissions: list[ScheduledAdmission] = field(default_factory=list)
-    requests: dict[str, ScheduledRequest] = field(default_factory=dict)
-    costs: dict[str, int] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -166,7 +126,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing can run before an earlier step is read."""
         interval = self.config.steps_per_reserve
-        plan = _Plan(
+        plan = StepSoFar(
             self.config.max_num_batched_tokens,
             reserves_ahead=interval > 0 and self._steps % interval == 0,
         )
@@ -192,7 +152,7 @@ class Scheduler:
         requests = tuple(plan.requests.values())
         return ScheduledStep(tuple(plan.admissions), requests, self._bucket(requests, plan.cost))
 
-    def _limit_chunks(self, prefilling: Sequence[Request], plan: _Plan) -> None:
+    def _limit_chunks(self, prefilling: Sequence[Request], plan: StepSoFar) -> None:
         """Bound the rows of prompts beside requests that decode, which wait for the whole step: to
         what the smallest program has that gets through all prompts in a few steps."""
         left = sum(request.prefill_end - request.max_computed for request in prefilling)
@@ -250,7 +210,7 @@ class Scheduler:
         self._end(request, finish_reason)
         return True
 
-    def _schedule_running(self, request: Request, plan: _Plan) -> None:
+    def _schedule_running(self, request: Request, plan: StepSoFar) -> None:
         """Give a running request rows if it has any to run, preempting later arrivals for pages."""
         part = self._part(request, plan)
         while part is not None and not self._add(request, part, plan):
@@ -261,7 +221,7 @@ class Scheduler:
             if victim is request:
                 return
 
-    def _part(self, request: Request, plan: _Plan) -> _Part | None:
+    def _part(self, request: Request, plan: StepSoFar) -> Part | None:
         """What the next step can give a request."""
         if request.awaits_result and request.samples_in_flight:
             return None
@@ -270,7 +230,7 @@ class Scheduler:
         part = self._chunk(request, plan) if request.prefilling else self._window(request, plan)
         return part if part.num_rows > 0 and part.cost <= plan.budget else None
 
-    def _chunk(self, request: Request, plan: _Plan) -> _Part:
+    def _chunk(self, request: Request, plan: StepSoFar) -> Part:
         """The next rows of a prefill."""
         chunk = min(request.prefill_end - request.max_computed, plan.budget)
         if self.config.max_chunk is not None:
@@ -279,9 +239,9 @@ class Scheduler:
             chunk = min(chunk, request.max_chunk)
         if chunk > 0 and self._chunk_policy is not None:
             chunk = self._chunk_policy(request, chunk)
-        return _Part(chunk, self._prefill_drafts(request.depth), max(chunk, request.depth))
+        return Part(chunk, self._prefill_drafts(request.depth), max(chunk, request.depth))
 
-    def _window(self, request: Request, plan: _Plan) -> _Part:
+    def _window(self, request: Request, plan: StepSoFar) -> Part:
         """The newest token of a request that decodes, with drafts."""
         verify, propose = self._all_drafts
         if self.draft_policy is not None:
@@ -297,9 +257,9 @@ class Scheduler:
             propose, behind = request.proposed, 0
         least = propose if propose < self._num_modules else self._num_modules
         cost = num_rows + behind
-        return _Part(num_rows, propose, cost if cost > least else least)
+        return Part(num_rows, propose, cost if cost > least else least)
 
-    def _add(self, request: Request, part: _Part, plan: _Plan) -> bool:
+    def _add(self, request: Request, part: Part, plan: StepSoFar) -> bool:
         """Reserve pages and add the request to the step; False if out of pages."""
         tables = request.tables
         assert tables is not None
@@ -346,7 +306,7 @@ class Scheduler:
         request.dispatch(row)
         return True
 
-    def _admit(self, request: Request, plan: _Plan) -> bool:
+    def _admit(self, request: Request, plan: StepSoFar) -> bool:
         """Give the head of the queue a slot and its first chunk; False if it does not fit."""
         assert request.keys is not None
         if plan.budget < max(self.cache.num_modules, 1):
@@ -377,7 +337,7 @@ class Scheduler:
         """The drafts that a prefill with so many modules proposes."""
         return self.config.num_speculative_tokens if depth >= self._num_modules else depth
 
-    def _preempt(self, request: Request, plan: _Plan) -> None:
+    def _preempt(self, request: Request, plan: StepSoFar) -> None:
         """Take a running request's pages and slot, and its rows if it has some in this step."""
         if plan.requests.pop(request.request_id, None) is not None:
             cost = plan.costs.pop(request.request_id)

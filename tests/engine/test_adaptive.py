@@ -70,7 +70,7 @@ def test_times_of_programs_are_taken_before_there_are_requests() -> None:
 @pytest.fixture(autouse=True)
 def costs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """What steps really take here says nothing."""
-    monkeypatch.setattr(StepCosts, "observe", lambda self, program, seconds: None)
+    monkeypatch.setattr(StepCosts, "observe", lambda *arguments: None)
 
 
 def drafted(made: Harness) -> list[int]:

@@ -21,7 +21,8 @@ from mmtp_jax.cache.prefix import PrefixSearch
 from mmtp_jax.config import CacheConfig, ConfigError, EngineConfig
 from mmtp_jax.engine.buckets import CPU_SPACING, Bucket, buckets, depths_below
 from mmtp_jax.engine.request import Drafts, FinishReason, Request, RequestStatus
-from mmtp_jax.engine.scheduler import ScheduledStep, Scheduler
+from mmtp_jax.engine.scheduled import ScheduledStep
+from mmtp_jax.engine.scheduler import Scheduler
 from mmtp_jax.engine.scheduler_config import SchedulerConfig
 
 MAX_MODEL_LEN = 32
