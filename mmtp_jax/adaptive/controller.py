@@ -4,8 +4,8 @@ The program of highest expected rate runs until another one is better. Modules t
 not run fall behind, which bounds what it may verify (`most`) until it is restarted; restarts are
 asked for where they pay. Where prompts keep coming, modules beyond the program's are left out of
 their prefills too. What is not tried is not learnt, so new requests verify all drafts they can at
-first, now and then a request is restarted to try all, and a few steps go without drafts. All this
-is paid from a small share of the time.
+first, now and then one is prefilled with all modules, or restarted, to try all, and a few steps go
+without drafts. All this is paid from a small share of the time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESTART_PART = 1 / 8
 # The share of the time that goes into verifying more than is expected to pay, how many steps' worth
 # of it can be saved up, and in how many verifications a request does so.
 EXPLORED_SHARE = 0.008
-MOST_SAVED = 16
+MOST_SAVED = 32
 EXPLORED = 4
 # Steps without drafts, which tell what plain decoding costs now; the step of the first, and the
 # steps from one such time to another.
@@ -90,7 +90,9 @@ class DraftController:
         self._costs_batch = 0
         # Drafts of a request that is admitted now.
         self._typical = num_drafts
-        self.prefill_depth = num_drafts
+        # Modules that run in prefills, and whether all do for once, to try them.
+        self._prefill_depth = num_drafts
+        self._tries_all = False
         self._restarts: list[int] = []
         self._steps_left = 0
         self._plain_left = 0
@@ -100,8 +102,11 @@ class DraftController:
         self._arrivals = 0.0
 
     def admitted(self, slot: int) -> None:
-        """A request, new or restarted, has the slot. A restarted one is prefilled with all modules,
-        a new one with `prefill_depth`."""
+        """A request has the slot, and its prefill begins: with all modules if it was restarted
+        because it ought to be, else with `prefill_depth`."""
+        if self._tries_all:
+            self._tries_all = False
+            self._saved -= self._deep_prefill_seconds()
         self.estimate.reset(slot)
         self._settled[slot] = self._typical
         self._verified[slot] = 0
@@ -163,6 +168,11 @@ class DraftController:
         settled[slots] = drafts
         self._next = settled.tolist()
 
+    @property
+    def prefill_depth(self) -> int:
+        """The modules that run in the prefill of a request that is admitted in the next step."""
+        return self._num_drafts if self._tries_all else self._prefill_depth
+
     def drafts(self, slot: int) -> int:
         """Drafts to verify of a request in the next step."""
         return self._next[slot]
@@ -185,6 +195,7 @@ class DraftController:
     def _decide(self, decoding: _Decoding) -> None:
         slots, most, _ = decoding
         batch = len(slots)
+        self._mixed.num_requests = batch
         if not self._costs_batch / COSTS_CHANGE <= batch <= self._costs_batch * COSTS_CHANGE:
             self._costs.forget()
             self._costs_batch = batch
@@ -197,7 +208,7 @@ class DraftController:
             deep = self._deep_seconds(batch * (self._num_drafts + 1))
             self._saved = EXPLORED * (deep - self._mixed.seconds(choice.program))
         changed, self.program = choice.program != self.program, choice.program
-        self.prefill_depth = self._mixed.prefill_depth(choice.program)
+        self._prefill_depth = self._mixed.prefill_depth(choice.program)
         self._settled[slots] = choice.drafts
         self._typical = int(typical.sum()) // batch
         self._batch = batch
@@ -205,7 +216,9 @@ class DraftController:
             self._since_plain = 0
         elif self._since_plain >= PLAIN_INTERVAL:
             self._since_plain, self._plain_left = 0, PLAIN_STEPS
-        if choice.drafts.max() < self._num_drafts:
+        if self._prefill_depth < self._num_drafts:
+            self._try_all()
+        elif choice.drafts.max() < self._num_drafts:
             self._probe(decoding)
         soon = changed or self._plain_left > 0 or len(self._restarts) > 0
         self._steps_left = SHORT_INTERVAL if soon else INTERVAL
@@ -265,6 +278,19 @@ class DraftController:
         self._restarts.extend(slots.tolist())
         self._verified[slots] = 0
         self._arrivals -= len(slots)
+
+    def _try_all(self) -> None:
+        """Let the next request that comes try all drafts, once that is affordable."""
+        assert self.program is not None
+        deep = self._deep_seconds(self.program.rows)
+        steps = EXPLORED * (deep - self._costs.seconds(self.program))
+        self._tries_all = self._deep_prefill_seconds() + steps <= self._saved
+
+    def _deep_prefill_seconds(self) -> float:
+        """What a step with a prompt takes longer if all modules run in it."""
+        assert self.program is not None
+        rows = self.program.rows + self._mixed.chunk_rows
+        return self._deep_seconds(rows) - self._mixed.step_seconds(self.program.depth, rows)
 
     def _probe(self, decoding: _Decoding) -> None:
         """Let the request that has decoded for longest try all drafts, once that is affordable."""

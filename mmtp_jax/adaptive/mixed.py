@@ -26,11 +26,18 @@ class MixedCosts:
         self._costs = costs
         self._share = 0.0
         self._chunk_rows = 0.0
+        # Those that decode: a program needs room for them.
+        self.num_requests = 0
 
     def count(self, chunk_rows: int) -> None:
         """A step ran, with so many rows of prompts."""
         self._share += ((chunk_rows > 0) - self._share) / MEMORY
         self._chunk_rows += (chunk_rows - self._chunk_rows) / MEMORY
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of prompts in a step that has some."""
+        return round(self._chunk_rows / self._share) if self._share > 0 else 0
 
     def seconds(self, program: Program) -> float:
         """The mean of steps with and without rows of prompts."""
@@ -43,7 +50,13 @@ class MixedCosts:
     def step_seconds(self, depth: int, rows: int) -> float:
         """The seconds of a step so deep, in the first program that has so many rows; of several in
         the last if none has."""
-        fitting = (p for p in self._programs if p.depth >= depth and p.rows >= rows)
+        fitting = (
+            program
+            for program in self._programs
+            if program.depth >= depth
+            and program.rows >= rows
+            and program.most_requests >= self.num_requests
+        )
         program = next(fitting, self._programs[-1])
         return -(-rows // program.rows) * self._costs.seconds(program)
 
@@ -51,7 +64,7 @@ class MixedCosts:
         alone = self._costs.seconds(program)
         if self._share < LEAST_SHARE:
             return alone, self._num_drafts
-        rows = program.rows + round(self._chunk_rows / self._share)
+        rows = program.rows + self.chunk_rows
         deep, shallow = (
             alone + self._share * (self.step_seconds(depth, rows) - alone)
             for depth in (self._num_drafts, program.depth)

@@ -27,8 +27,8 @@ __all__ = ["Admission", "CacheGroup", "CacheManager", "PageCopy", "PageTables"]
 class GroupTable:
     """One request's pages in one group, by page index; null where nothing is needed.
 
-    Pages [0, num_final) are published, shared or duplicates of published ones: this request no
-    longer writes them. Pages [0, num_retired) are null.
+    Pages [0, num_final) are published, shared, duplicates of published ones or of modules that do
+    not run: this request no longer writes them. Pages [0, num_retired) are null.
     """
 
     pages: list[int]
@@ -60,10 +60,10 @@ class PageCopy(NamedTuple):
 class Admission:
     """What a slot starts with.
 
-    Compute starts at position `computed`; every module's entries are exact below `exact`. `valid`
-    gives per group the number of positions that hold entries: the group writes only beyond them (it
-    may exceed `computed`, because groups are hit separately). `rows` are the first entries of the
-    page tables. The copies of an admission run before its first step and before the copies of any
+    Compute starts at position `computed`; the entries of every module that runs are exact below
+    `exact`. `valid` gives per group the number of positions that it does not write (it may exceed
+    `computed`, because groups are hit separately). `rows` are the first entries of the page tables.
+    The copies of an admission run before its first step and before the copies of any
     later admission: from then on a source may be issued again.
     """
 

@@ -18,8 +18,9 @@ from mmtp_jax.cache.pool import CacheGroup, PagePool
 class PrefixHit:
     """Compute restarts at `computed`.
 
-    `target_pages` and `module_pages` whole pages are shared. Module entries are exact below
-    `exact`, beyond the whole pages when a part of one more is reused: `sources` has it by group.
+    `target_pages` and `module_pages` whole pages are shared. The entries of the modules that will
+    run are exact below `exact`, beyond the whole pages when a part of one more is reused: `sources`
+    has it by group.
     """
 
     computed: int = 0

@@ -35,9 +35,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Spacing:
-    """The fewest rows of a program, and how many times larger the next one is: of those with less
-    than `few` rows only the smallest is made. The one that has room for prompts beside the full
-    decode batch is `beyond` times as large as that."""
+    """The fewest rows of a program, and how many times larger the next one is. Between the smallest
+    and one of `few` rows there is none, a full decode batch aside. The one that has room for
+    prompts beside a full decode batch is `beyond` times as large as that."""
 
     least: int
     few: int

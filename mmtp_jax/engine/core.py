@@ -172,7 +172,8 @@ class EngineCore:
 
         `grammar` is the compiled `params.structured_outputs`, at its beginning. `seed` keys the
         sampler's noise. A `collector` gets (step output, row) of every step the request takes part
-        in, with all rows' logits; such a request reuses no cached prefix.
+        in, with all rows' logits; such a request reuses no cached prefix and leaves no module out
+        of its prefill.
         """
         model = self.graph.config
         for token in prompt_ids:
@@ -188,6 +189,7 @@ class EngineCore:
         request = Request.create(request_id, prompt_ids, params.max_tokens, self.max_model_len)
         if collector is not None:
             request.reuses_prefix = False
+            request.wants_all = True
             request.max_chunk = max(SCORE_CHUNK, self.num_speculative_tokens)
         request.awaits_result = grammar is not None
         prompt = None

@@ -34,7 +34,7 @@ class DraftLengths:
         return self._drafts[self._controller.drafts(request.slot)]
 
     def depth(self, request: Request) -> int:
-        """The modules that run in a prefill."""
+        """The modules that run in a prefill, or more if all do."""
         return self._num_drafts if request.wants_all else self._controller.prefill_depth
 
     def decide(self, scheduler: Scheduler) -> None:
@@ -81,7 +81,7 @@ class DraftLengths:
 
 
 def _restart_rows(request: Request, cache: CacheManager) -> int:
-    """Rows that a restart prefills, at most: what all modules hold is found again."""
+    """Rows that a restart prefills, if what all modules hold is found again."""
     reuses = request.reuses_prefix and cache.enable_prefix_caching
     held = request.exact if reuses and request.depth >= cache.num_modules else 0
     return request.max_computed - held

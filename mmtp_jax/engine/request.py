@@ -67,7 +67,7 @@ class Request:
     from the last; `held` from the newest step that was read: modules beyond had run over the first
     `left[m]` positions when they ran last. Modules from `depth` on were left out for too long and
     do not run again; the others hold `exact` positions for good. `wants_all` lets all modules run
-    in its next prefill, `reuses_prefix` False computes every position, `max_chunk` bounds the rows
+    in its prefills, `reuses_prefix` False computes every position, `max_chunk` bounds the rows
     of its prefill chunks. `awaits_result` keeps it out of a step while one that samples is unread:
     what the step is told depends on what came out.
     """

@@ -168,10 +168,14 @@ class Scheduler:
             if self.waiting and self._free_slots:
                 drafts.append(self._prefill_drafts(self._depth(self.waiting[0])))
             rows, deepest = plan.cost + self._chunk_rows, max(drafts)
+            requests = len(plan.requests) + len(prefilling)
+            requests += min(len(self.waiting), len(self._free_slots))
             fitting = (
                 bucket.num_rows
                 for bucket in self.config.buckets
-                if bucket.num_drafts >= deepest and bucket.num_rows >= rows
+                if bucket.num_drafts >= deepest
+                and bucket.num_rows >= rows
+                and bucket.num_requests >= requests
             )
             plan.budget = min(plan.budget, next(fitting, plan.budget + plan.cost) - plan.cost)
 

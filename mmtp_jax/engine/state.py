@@ -1,8 +1,8 @@
 """Everything a request is on the device: functional, donated through every program.
 
 Names follow the exactness rules: `length` committed tokens, `computed` positions holding target KV,
-`exact[m]` leading positions at which module m's cache entry is final. `hidden` keeps the target's
-hidden states of the last `lag` computed positions, newest last.
+`exact[m]` leading positions at which module m's cache entry is final, if it runs for the request
+at all. `hidden` keeps the target's hidden states of the last `lag` computed positions, newest last.
 """
 
 from __future__ import annotations

@@ -75,9 +75,11 @@ def drafts_of(controller: DraftController, slots: np.ndarray) -> np.ndarray:
     return np.array([controller.drafts(slot) for slot in slots.tolist()], np.int64)
 
 
-def smallest(depth: int, rows: int) -> Program:
-    """The program that a step with so deep drafts and so many rows runs in."""
-    fitting = (p for p in PROGRAMS if p.depth >= depth and p.rows >= rows)
+def smallest(depth: int, rows: int, requests: int = 0) -> Program:
+    """The program that a step with so deep drafts, so many rows and requests runs in."""
+    fitting = (
+        p for p in PROGRAMS if p.depth >= depth and p.rows >= rows and p.most_requests >= requests
+    )
     return next(fitting, Program(N, -(-rows // SLOTS) * SLOTS))
 
 
@@ -177,7 +179,8 @@ class Simulation:
         prefilled, chunk_rows = self._prefill(len(slots) + int(drafts.sum()))
         depths = [self._prefill_depth(slot) for slot in prefilled]
         depth = max([int(drafts.max(initial=0)), *depths])
-        program = smallest(depth, len(slots) + int(drafts.sum()) + chunk_rows)
+        rows = len(slots) + int(drafts.sum()) + chunk_rows
+        program = smallest(depth, rows, len(slots) + len(prefilled))
         seconds = step_seconds(program, len(slots) + len(prefilled))
         self.seconds += seconds
         self._tell(program, seconds, chunk_rows)

@@ -82,7 +82,7 @@ def test_so_it_is_where_prompts_keep_coming(load: int, rates: float) -> None:
 
     plain, found = rate(0), rate(new_controller())
     assert found >= 0.98 * plain
-    assert found >= 0.93 * max(plain, *(rate(drafts) for drafts in (1, 2, 4, 8)))
+    assert found >= 0.92 * max(plain, *(rate(drafts) for drafts in (1, 2, 4, 8)))
 
 
 def test_a_hopeless_model_costs_next_to_nothing() -> None:
@@ -120,7 +120,7 @@ def test_it_recovers_from_another_load() -> None:
         return found
 
     for found, fixed in zip(rates(new_controller()), rates(2), strict=True):
-        assert found >= 0.93 * fixed
+        assert found >= 0.9 * fixed
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,24 @@ def test_it_recovers_from_another_acceptance(length: int | None, steps: int) -> 
     simulation.set_rates(0.8)
     simulation.run(steps)
     assert simulation.run(200) >= 0.9 * Simulation(8, 0.8, 4, length=length, seed=5).run(400)
+
+
+@pytest.mark.parametrize(
+    ("load", "length"), [(64, 190), (8, 64), pytest.param(256, 190, marks=pytest.mark.slow)]
+)
+def test_it_finds_out_that_drafts_became_good_where_prompts_keep_coming(
+    load: int, length: int
+) -> None:
+    """Once their prefills leave modules out, only a new request that does not can tell."""
+    controller = new_controller()
+    simulation = Simulation(load, 0.0, controller, length=length, seed=6)
+    simulation.run(600)
+    assert controller.prefill_depth == 0
+    simulation.set_rates(0.9)
+    simulation.run(2500)
+    fixed = Simulation(load, 0.9, N, length=length, seed=6)
+    fixed.run(300)
+    assert simulation.run(300) >= 0.85 * fixed.run(300)
 
 
 def test_a_lone_hopeless_request_is_tried_again() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from engine.canary import canary, canary_values, counting
 from engine.harness import Harness
@@ -14,6 +15,7 @@ from mmtp_jax.adaptive.costs import Program, StepCosts
 from mmtp_jax.engine.draft_lengths import DraftLengths
 from mmtp_jax.engine.warm_up import time_programs
 from mmtp_jax.sampling.params import SamplingParams
+from mmtp_jax.scoring import Scorer
 
 DEPTH = 4
 RIGHT = tuple(range(DEPTH))
@@ -92,6 +94,24 @@ def test_all_drafts_where_they_pay() -> None:
 def test_none_where_they_cost_too_much() -> None:
     counts = drafted(engine(RIGHT, dear))
     assert counts.count(0) > 0.8 * len(counts)
+
+
+def test_scores_are_of_all_modules_whatever_prefills_leave_out() -> None:
+    made = engine(RIGHT, cheap)
+    lengths = made.core.scheduler.draft_policy
+    assert isinstance(lengths, DraftLengths)
+    lengths._controller._prefill_depth = 0
+    ids = counting(1, 20)
+    scorer = Scorer(len(ids), made.core.graph.config)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    made.core.add("scored", ids, params, 0, collector=scorer.collect)
+    made.output["scored"] = []
+    made.run()
+    logits = scorer.result()["mtp_logits"]
+    for module in range(DEPTH):
+        # A canary's module knows nothing at the first position.
+        likely = np.argmax(logits[module, 1 : 19 - DEPTH], axis=1)
+        assert likely.tolist() == ids[3 + module : 3 + module + len(likely)]
 
 
 @pytest.mark.slow
