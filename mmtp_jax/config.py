@@ -122,6 +122,11 @@ class CacheConfig:
             f"num_pages must be >= 2 (page 0 is the null page), got {self.num_pages}",
         )
         require(
+            (self.num_pages or 0) * self.page_size < 2**31,
+            "num_pages * page_size must be < 2**31 (positions are 32-bit integers),"
+            f" got {self.num_pages} * {self.page_size}",
+        )
+        require(
             self.cache_bytes is None or self.cache_bytes > 0,
             f"cache_bytes must be > 0, got {self.cache_bytes}",
         )

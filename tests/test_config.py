@@ -66,3 +66,9 @@ def test_numbers_of_numpy_become_plain() -> None:
     assert type(config.max_model_len) is int and type(config.cache.page_size) is int
     assert type(CacheConfig(memory_fraction=np.float32(0.5)).memory_fraction) is float  # type: ignore[arg-type]
     assert type(CacheConfig(memory_fraction=1).memory_fraction) is float
+
+
+def test_positions_of_a_cache_fit_its_indices() -> None:
+    CacheConfig(num_pages=2**27 - 1)
+    with pytest.raises(ConfigError, match=r"num_pages \* page_size must be < 2\*\*31"):
+        CacheConfig(num_pages=2**27)

@@ -41,7 +41,7 @@ from mmtp_jax.engine.scheduler_config import SchedulerConfig
 from mmtp_jax.engine.sizes import behind_of, cache_groups
 from mmtp_jax.engine.stats import EngineStats
 from mmtp_jax.engine.step import Chooser
-from mmtp_jax.engine.warm_up import time_programs
+from mmtp_jax.engine.warm_up import call_programs, time_programs
 from mmtp_jax.models.model import ModelGraph, Params
 from mmtp_jax.sampling.params import SamplingParams
 from mmtp_jax.sampling.sampler import sample
@@ -145,6 +145,8 @@ class EngineCore:
             )
             self.scheduler.draft_policy = self._lengths
             self.scheduler.depth_policy = self._lengths.depth
+        elif jax.default_backend() == "gpu":
+            call_programs(self.device, sizes)
         self.stats = EngineStats(model.num_drafts)
         self._live: dict[str, Live] = {}
         self._in_flight: deque[InFlight] = deque()

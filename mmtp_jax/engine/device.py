@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from mmtp_jax.cache.manager import CacheGroup
-from mmtp_jax.config import EngineConfig
+from mmtp_jax.config import ConfigError, EngineConfig
 from mmtp_jax.engine.buckets import Bucket
 from mmtp_jax.engine.grammar import fill_masks
 from mmtp_jax.engine.live import Batch, Live
@@ -35,7 +35,10 @@ def unrolls_modules() -> bool:
 
 
 class Device:
-    """Owns the state. Methods return at once; what they ask for is done in their order."""
+    """Owns the state. Methods return at once; what they ask for is done in their order.
+
+    `ConfigError` if there is no room for the state.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,8 @@ class Device:
     ) -> None:
         model = graph.config
         self.params = params
-        state = initial_state(
+        make = functools.partial(
+            initial_state,
             graph.layout,
             num_slots=config.limits.max_num_seqs,
             max_model_len=max_model_len,
@@ -66,9 +70,7 @@ class Device:
             page_size=config.cache.page_size,
             dtype=graph.dtype(params),
         )
-        if graph.mesh is not None:
-            state = jax.device_put(state, state_sharding(graph.mesh, graph.layout, state))
-        self._state = state
+        self._state = state = _allocate(make, graph)
         self._error: BaseException | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmtp-device")
         self.programs = Programs(
@@ -169,6 +171,26 @@ class Device:
             return state, logprobs
 
         return self._call(compute)
+
+
+def _allocate(make: Callable[[], EngineState], graph: ModelGraph) -> EngineState:
+    """The state, in memory. What was not allocated would be known by the first step that is read
+    otherwise: calls do not wait for the device."""
+    try:
+        state = make()
+        if graph.mesh is not None:
+            state = jax.device_put(state, state_sharding(graph.mesh, graph.layout, state))
+        jax.block_until_ready(state)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        arrays = jax.tree.leaves(jax.eval_shape(make))
+        size = sum(array.size * array.dtype.itemsize for array in arrays)
+        raise ConfigError(
+            f"the device has no room for {size} bytes of caches beside the model: lower"
+            " memory_fraction, cache_bytes or num_pages"
+        ) from error
+    return state
 
 
 def _enter(arrays: AdmissionArrays, index: int, scheduled: ScheduledAdmission, live: Live) -> None:

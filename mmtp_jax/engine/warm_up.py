@@ -1,4 +1,4 @@
-"""What steps take before there is any request: the first entries of the table of costs."""
+"""Steps before there is any request: none is a program's first, and what they take is known."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ STEPS = 16
 ENOUGH_SECONDS = 0.05
 
 
+def call_programs(device: Device, buckets: tuple[Bucket, ...]) -> None:
+    """Run every program once, so that no request waits for what a first call takes: kernels are
+    loaded, and graphs made of them."""
+    for bucket in buckets:
+        _run(device, bucket, 1)
+
+
 def time_programs(device: Device, buckets: tuple[Bucket, ...]) -> dict[Program, float]:
-    """Seconds of a step of every program. No request takes part: nothing is written to any."""
+    """Seconds of a step of every program."""
     return {bucket.program: _time(device, bucket) for bucket in buckets}
 
 
@@ -25,7 +32,8 @@ def _time(device: Device, bucket: Bucket) -> float:
 
 
 def _run(device: Device, bucket: Bucket, steps: int) -> float:
-    """Seconds per step of so many one after the other, the plan already there."""
+    """Seconds per step of so many one after the other, the plan already there. No request takes
+    part: nothing is written to any."""
     plan = device.upload(bucket, ())
     begin = time.perf_counter()
     outputs = [device.step(bucket, plan) for _ in range(steps)]
