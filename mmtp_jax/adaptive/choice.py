@@ -63,6 +63,8 @@ def choose(
             rate = float(batch + totals[taken]) / costs.seconds(program)
             if best is None or rate > best[0]:
                 best = rate, program
+            if taken == len(within):
+                break  # larger ones do no more
     if best is None:
         raise ValueError(f"no program has rows for {batch} requests: {tuple(programs)}")
     rate, program = best

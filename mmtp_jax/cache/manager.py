@@ -11,6 +11,7 @@ that need no more.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,14 +41,16 @@ class GroupTable:
 class PageTables:
     """The handle of an admitted request: one table per group, in the manager's order.
 
-    In every group, `capacity` positions have pages, and those of the first `final` positions are
-    final: most steps change neither, and then need not look at the groups.
+    In every group, `capacity` positions have pages. All groups of the target are final for the
+    first `final_target` positions, and those of the modules for `final_modules`. Most steps change
+    none of it, and then need not look at the groups.
     """
 
     keys: PrefixKeys
     groups: tuple[GroupTable, ...]
     capacity: int = 0
-    final: int = 0
+    final_target: int = 0
+    final_modules: int = 0
 
 
 class PageCopy(NamedTuple):
@@ -151,7 +154,7 @@ class CacheManager:
             self.free(handle)
             return None
         handle.capacity = self.page_size * min(len(table.pages) for table in tables)
-        handle.final = self.page_size * min(table.num_final for table in tables)
+        self._note_final(handle)
         valid = {"target": hit.target_pages * self.page_size, "modules": hit.exact}
         return Admission(
             tables=handle,
@@ -196,14 +199,19 @@ class CacheManager:
         (None: all) hold the first `exact` for good, those with N committed tokens after them, and
         the other modules will not run any more.
         """
-        if not self.enable_prefix_caching or computed < tables.final + self.page_size:
+        if not self.enable_prefix_caching:
             return
-        modules, final = self.num_modules, []
+        of_modules = computed if exact > computed else exact
+        if computed < tables.final_target + self.page_size and (
+            of_modules < tables.final_modules + self.page_size
+        ):
+            return
+        modules = self.num_modules
         depth = modules if depth is None else depth
         for group, pool, table in zip(self.groups, self.pools, tables.groups, strict=True):
             end, needed = computed, 0
             if group.owner == "modules":
-                end, needed = min(computed, exact), depth
+                end, needed = of_modules, depth
             num_final = end // self.page_size
             if num_final > table.num_final:
                 if group.owner == "target" or depth > 0:
@@ -212,8 +220,14 @@ class CacheManager:
                         key = page_key(group, tables.keys, index, modules)
                         pool.publish(table.pages[index], key, needed)
                 table.num_final = num_final
-            final.append(table.num_final)
-        tables.final = min(final) * self.page_size
+        self._note_final(tables)
+
+    def _note_final(self, tables: PageTables) -> None:
+        """Note how many positions are final in all groups of the target, and of the modules."""
+        found = {"target": sys.maxsize, "modules": sys.maxsize}
+        for group, table in zip(self.groups, tables.groups, strict=True):
+            found[group.owner] = min(found[group.owner], self.page_size * table.num_final)
+        tables.final_target, tables.final_modules = found["target"], found["modules"]
 
     def retire(self, tables: PageTables, computed: int) -> None:
         """Give back pages that no window reaches once `computed` positions are executed.

@@ -94,7 +94,7 @@ class PrefixSearch:
     def _missing(
         self, owner: Literal["target", "modules"], position: int, num_pages: int
     ) -> int | None:
-        """A page below `num_pages` that is read from `position` on and that a group lacks.
+        """The first page below `num_pages` that is read from `position` on and that a group lacks.
 
         Shorter hits restart earlier and so read it too unless they end before it: the next length
         to try is the page's index. None: all pages are there.
@@ -103,7 +103,7 @@ class PrefixSearch:
         for position_of_group, group in enumerate(self.groups):
             if group.owner != owner:
                 continue
-            for index in reversed(range(group.first_page_read(position), num_pages)):
+            for index in range(group.first_page_read(position), num_pages):
                 if self.page(position_of_group, index) is None:
                     missing.append(index)
                     break
