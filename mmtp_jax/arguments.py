@@ -133,8 +133,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     option(group, "--speculative-config", type=json_object, metavar="JSON", help=help)
     add_modules_option(group)
     help = (
-        "drafts per step; 0 turns speculation off, auto lets every step choose (default: what the"
-        " modules recommend, else one for each of the checkpoint's)"
+        "drafts per step; 0 turns speculation off, auto lets every step choose up to the default"
+        " (default: what the modules recommend, else one for each of the checkpoint's)"
     )
     option(group, "--num-speculative-tokens", type=_count, metavar="N|auto", help=help)
 

@@ -19,7 +19,7 @@ from mmtp_jax.specs import MTPConfig
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How to speculate. `num_speculative_tokens` None means one per module the checkpoint ships;
-    "auto" lets every step choose how many, up to that (`adaptive` once it is resolved).
+    "auto" lets every step choose how many, up to what None means (`adaptive` once it is resolved).
 
     Each module drafts one token; a checkpoint's only module may draft several (it is re-used on its
     own output). `model` names a folder of modules that were trained for the target and are stored
@@ -94,7 +94,7 @@ class SpeculativeConfig:
                 " modules)"
             )
         if k is None:
-            k = available if recommended is None or adaptive else recommended
+            k = available if recommended is None else recommended
         return replace(
             self,
             num_speculative_tokens=k,

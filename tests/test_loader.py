@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,14 @@ def test_use_multi_module_mtp(shipped: int, config: dict, modules: int, multi: b
     resolved = SpeculativeConfig(**config).resolved(mtp)
     assert resolved.num_modules == modules
     assert resolved.use_multi_module_mtp() is multi
+
+
+@pytest.mark.parametrize("wanted", [None, "auto"])
+def test_modules_recommend_how_many_to_use(wanted: Literal["auto"] | None) -> None:
+    mtp = MTPConfig((LayerSpec(AttentionSpec(1, 1, 2), DenseSpec(4)),) * 5)
+    resolved = SpeculativeConfig(num_speculative_tokens=wanted).resolved(mtp, recommended=2)
+    assert resolved.num_modules == resolved.num_speculative_tokens == 2
+    assert resolved.adaptive is (wanted == "auto")
 
 
 @pytest.mark.parametrize("k", [None, 3, 2, 1])
