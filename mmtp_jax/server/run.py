@@ -10,10 +10,12 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 
 from mmtp_jax.config import ConfigError, EngineConfig
+from mmtp_jax.server.accept import Acceptor
 from mmtp_jax.server.app import create_app
 from mmtp_jax.server.engine_client import EngineClient
 from mmtp_jax.server.errors import ShuttingDown
@@ -56,11 +58,28 @@ class ServerConfig:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: ours decide when to stop and with which exit code."""
+    """uvicorn without its signal handlers, as ours decide when to stop and with which exit code,
+    and with an acceptor of ours."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        (listener,) = sockets or []
+        self._acceptor = Acceptor(listener, self._protocol)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._acceptor.close()
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
 
 def run_server(config: EngineConfig, server: ServerConfig) -> int:
