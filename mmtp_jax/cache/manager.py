@@ -201,7 +201,7 @@ class CacheManager:
         """
         if not self.enable_prefix_caching:
             return
-        of_modules = computed if exact > computed else exact
+        of_modules = min(computed, exact)
         if computed < tables.final_target + self.page_size and (
             of_modules < tables.final_modules + self.page_size
         ):

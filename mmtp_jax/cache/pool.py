@@ -133,8 +133,7 @@ class PagePool:
         """
         if self._references[page] == 0 or self._keys[page] is not None:
             raise ValueError(f"page {page} must be referenced and unpublished")
-        found = self._published.get(key.prefix)
-        earlier = found.get(key.lookahead) if found is not None else None
+        earlier = self.lookup(key)
         if earlier is not None:
             if self._depths[earlier] >= depth:
                 return False
