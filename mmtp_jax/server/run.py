@@ -140,7 +140,6 @@ class _Server:
         self._http = _Uvicorn(
             uvicorn.Config(
                 app,
-                backlog=BACKLOG,
                 log_config=None,
                 lifespan="off",
                 server_header=False,

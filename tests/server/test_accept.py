@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -21,7 +22,10 @@ ROUNDS = 10
 
 
 class Echo(asyncio.Protocol):
-    """Sends back what it gets."""
+    """Sends back what it gets. `made` are those that there are."""
+
+    def __init__(self, made: list[Echo]) -> None:
+        made.append(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are none
@@ -55,22 +59,18 @@ def test_all_that_wait_are_taken_at_once(
     """uvloop alone takes one in each round of its loop."""
     made: list[Echo] = []
 
-    def protocol() -> Echo:
-        made.append(Echo())
-        return made[-1]
-
     async def main() -> None:
         with ExitStack() as stack:
             clients = connected(listener, stack, CLIENTS)
-            acceptor = Acceptor(listener, protocol)
+            acceptor = Acceptor(listener, functools.partial(Echo, made))
             for _ in range(ROUNDS):
                 await asyncio.sleep(0)
             assert len(made) == CLIENTS
             for number, client in enumerate(clients):
                 await asyncio.to_thread(client.sendall, b"%d" % number)
                 assert await asyncio.to_thread(client.recv, 10) == b"%d" % number
-            delays = [one.transport.get_extra_info("socket") for one in made]
-            assert all(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in delays)
+            sockets = [one.transport.get_extra_info("socket") for one in made]
+            assert all(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets)
             acceptor.close()
             connected(listener, stack, 1)
             await asyncio.sleep(0.01)
@@ -101,16 +101,12 @@ def test_connections_wait_where_descriptors_are_exhausted(
     monkeypatch.setattr(accept, "RETRY_SECONDS", 0.01)
     made: list[Echo] = []
 
-    def protocol() -> Echo:
-        made.append(Echo())
-        return made[-1]
-
     async def main() -> None:
         with Exhausted() as listener, ExitStack() as stack:
             listener.bind(("127.0.0.1", 0))
             listener.listen(8)
             connected(listener, stack, 1)
-            acceptor = Acceptor(listener, protocol)
+            acceptor = Acceptor(listener, functools.partial(Echo, made))
             async with asyncio.timeout(10):
                 while not made:
                     await asyncio.sleep(0.01)
